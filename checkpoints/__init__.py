@@ -1,0 +1,1 @@
+"""Models in and out: formats, families, slicing, provenance, atomic saving."""

@@ -1,0 +1,227 @@
+"""A GGUF file for llama.cpp, with the target's own vocabulary so that it takes the pair."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftsmith.checkpoints.export.parity import Parity, compare
+from draftsmith.checkpoints.families.base import Family
+from draftsmith.checkpoints.loading import ModelRef, load_model, load_tokenizer, resolve
+from draftsmith.checkpoints.saving import check_tokenizer_rows
+from draftsmith.checkpoints.shape import Shape, shape_of
+from draftsmith.checkpoints.slicing import template_of
+from draftsmith.data.files import write_file
+from draftsmith.errors import DraftsmithError, RequestError
+
+# llama.cpp splits text by a named rule before merging; these are the names of the rules of
+# tokenizer.json that can be told apart by their steps.
+_PRE_TOKENIZERS = {
+    ("ByteLevel",): "gpt-2",
+    ("Digits", "ByteLevel"): "smollm",
+}
+
+
+def export(model: Any, family: Family, target: ModelRef, path: Path, tensor_type: str) -> Parity:
+    """Write `path`, then read it back with transformers' own GGUF reader and compare.
+
+    Args:
+        model: the drafter.
+        family: its table.
+        target: whose vocabulary is written.
+        path: the file.
+        tensor_type: F32, F16 or Q8_0; norms stay F32.
+
+    Raises:
+        RequestError: the family or the tokenizer has no GGUF form here.
+        DraftsmithError: shapes differ between layers, or the file reads back wrong.
+    """
+    shape = check_exportable(model, family, tensor_type)
+    write_file(path, lambda partial: _write(model, family, shape, target, partial, tensor_type))
+    return compare(load_model(resolve(str(path)), device="cpu"), model, tensor_type, str(path))
+
+
+def check_exportable(model: Any, family: Family, tensor_type: str) -> Shape:
+    """Compare every tensor with the shape that the config states (case A17).
+
+    Raises:
+        RequestError: no GGUF architecture, or widths that the tensor type can't pack.
+        DraftsmithError: a tensor of another shape; it is named.
+    """
+    import gguf
+
+    if family.gguf is None:
+        raise RequestError(f"export gguf: family {family.name} has no GGUF architecture here")
+    shape = shape_of(model.config, family)
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor_type]][0]
+    for name, tensor in model.state_dict().items():
+        dims = family.tensors[template_of(name)[0]]
+        expected = tuple(shape.size(d) for d in dims)
+        if tuple(tensor.shape) != expected:
+            raise DraftsmithError(
+                f"export gguf: {name} is {tuple(tensor.shape)}, but the config says {expected}; "
+                "GGUF needs the same shape in every layer"
+            )
+        if len(expected) > 1 and expected[-1] % block:
+            raise RequestError(
+                f"export gguf: {name} has rows of {expected[-1]}, which {tensor_type} can't pack "
+                f"in blocks of {block}; use export.gguf_type: F16 or F32"
+            )
+    return shape
+
+
+def _write(
+    model: Any, family: Family, shape: Shape, target: ModelRef, path: Path, tensor_type: str
+) -> None:
+    import gguf
+
+    assert family.gguf is not None
+    writer = gguf.GGUFWriter(path, family.gguf.architecture)
+    _write_config(writer, model.config, shape, tensor_type)
+    _write_vocabulary(writer, target, shape.vocab)
+    quantisation = gguf.GGMLQuantizationType[tensor_type]
+    for name, array in _tensors(model, family, shape):
+        kind = gguf.GGMLQuantizationType.F32 if array.ndim == 1 else quantisation
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_config(writer: Any, config: Any, shape: Shape, tensor_type: str) -> None:
+    import gguf
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type", "default")) not in ("default", "linear"):
+        raise RequestError(
+            f"export gguf: rotary scaling {kind!r} is not written yet; export hf instead"
+        )
+    writer.add_name("draftsmith drafter")
+    writer.add_file_type(int(gguf.LlamaFileType[_file_type(tensor_type)]))
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10_000.0)))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(shape.vocab)
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+
+
+def _file_type(tensor_type: str) -> str:
+    return {"F32": "ALL_F32", "F16": "MOSTLY_F16", "Q8_0": "MOSTLY_Q8_0"}[tensor_type]
+
+
+def _tensors(model: Any, family: Family, shape: Shape) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    import gguf
+
+    assert family.gguf is not None
+    architecture = next(
+        a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == family.gguf.architecture
+    )
+    names = gguf.get_tensor_name_map(architecture, shape.layers)
+    tied = bool(model.config.tie_word_embeddings)
+    for name, tensor in model.state_dict().items():
+        if tied and name == f"{family.modules.head}.weight":
+            continue
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if new is None:
+            raise DraftsmithError(f"export gguf: {name} has no GGUF name in {architecture.name}")
+        array = tensor.detach().float().cpu().numpy()
+        if family.gguf.interleaved and template_of(name)[0] in family.rotated:
+            array = _interleave(array, shape.head_dim)
+        yield new, np.ascontiguousarray(array)
+
+
+def _interleave(array: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """Rows of each head from (first half, second half) to neighbouring rotary pairs."""
+    heads = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
+    return heads.swapaxes(1, 2).reshape(array.shape)
+
+
+def _write_vocabulary(writer: Any, target: ModelRef, vocab: int) -> None:
+    """Copy the vocabulary of a GGUF target field by field, or write a byte-level BPE."""
+    check_tokenizer_rows(load_tokenizer(target), vocab, target.spec)
+    if target.gguf:
+        _copy_vocabulary(writer, target)
+    else:
+        _write_bpe(writer, target, vocab)
+
+
+def _copy_vocabulary(writer: Any, target: ModelRef) -> None:
+    from gguf import GGUFReader, GGUFValueType
+
+    for key, field in GGUFReader(target.path).fields.items():
+        if not key.startswith("tokenizer."):
+            continue
+        kind = field.types[0]
+        sub_type = field.types[-1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), kind, sub_type)
+
+
+def _write_bpe(writer: Any, target: ModelRef, vocab: int) -> None:
+    from gguf import TokenType
+
+    tokenizer = load_tokenizer(target)
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    if backend["model"]["type"] != "BPE":
+        raise RequestError(
+            f"export gguf: {target.spec} has a {backend['model']['type']} tokenizer; only "
+            "byte-level BPE is written, or the vocabulary of a GGUF target"
+        )
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre_tokenizer(backend, target))
+    strings = {i: s for s, i in tokenizer.get_vocab().items()}
+    special = {t["id"]: t["special"] for t in backend["added_tokens"]}
+    tokens, types = [], []
+    for i in range(vocab):
+        tokens.append(strings.get(i, f"[PAD{i}]"))
+        if i not in strings:
+            types.append(TokenType.UNUSED)
+        elif i in special:
+            types.append(TokenType.CONTROL if special[i] else TokenType.USER_DEFINED)
+        else:
+            types.append(TokenType.NORMAL)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(
+        [m if isinstance(m, str) else " ".join(m) for m in backend["model"]["merges"]]
+    )
+    _write_special_tokens(writer, tokenizer)
+
+
+def _write_special_tokens(writer: Any, tokenizer: Any) -> None:
+    for add, token_id in (
+        (writer.add_bos_token_id, tokenizer.bos_token_id),
+        (writer.add_eos_token_id, tokenizer.eos_token_id),
+        (writer.add_unk_token_id, tokenizer.unk_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+    ):
+        if token_id is not None:
+            add(token_id)
+    first = tokenizer("a")["input_ids"][:1]
+    writer.add_add_bos_token(first == [tokenizer.bos_token_id])
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _pre_tokenizer(backend: dict[str, Any], target: ModelRef) -> str:
+    pre = backend.get("pre_tokenizer") or {}
+    steps = tuple(s["type"] for s in pre.get("pretokenizers", [pre]) if s)
+    if steps not in _PRE_TOKENIZERS:
+        raise RequestError(
+            f"export gguf: {target.spec} splits text by {' + '.join(steps) or 'nothing'}, for "
+            "which llama.cpp's name isn't known here; use the target's .gguf file as target"
+        )
+    return _PRE_TOKENIZERS[steps]

@@ -1,0 +1,6 @@
+"""Llama 1, 2, 3.x and models of the same build (SmolLM2, TinyLlama, …)."""
+
+from draftsmith.checkpoints.families.base import Family, Gguf, decoder_tensors
+
+_TENSORS, _OPTIONAL = decoder_tensors(attention_bias=True, ffn_bias=True)
+FAMILY = Family("llama", _TENSORS, _OPTIONAL, gguf=Gguf("llama", interleaved=True))

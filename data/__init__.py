@@ -1,0 +1,1 @@
+"""Text in, and the store of the target's own text."""

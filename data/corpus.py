@@ -1,0 +1,149 @@
+"""RedPajama-like text: rows of JSONL (plain, .gz, .zst) or parquet, of which only the text counts.
+
+Rows of real corpora change their shape from line to line, so a row is read for its text field
+alone; what cannot be used is skipped and counted, never fatal (cases A28, A29).
+"""
+
+import gzip
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+from draftsmith.errors import RequestError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
+
+
+def corpus_files(paths: Sequence[str]) -> list[Path]:
+    """The data files under `paths` (files or folders), sorted.
+
+    Raises:
+        RequestError: a path is missing, of an unknown kind, or a folder without data.
+    """
+    found: list[Path] = []
+    for name in paths:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise RequestError(f"data.path: {name}: there is no such file or folder")
+        members = sorted(p for p in path.rglob("*") if _is_data(p)) if path.is_dir() else [path]
+        if not members or not all(map(_is_data, members)):
+            raise RequestError(f"data.path: {name}: no file that ends in {', '.join(SUFFIXES)}")
+        found += members
+    return found
+
+
+def read_rows(path: Path, counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one file that are JSON objects; count the others in `counts`."""
+    if path.name.endswith(".parquet"):
+        yield from _parquet_rows(path)
+        return
+    for line in _lines(path, counts):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            counts["not_json"] += 1
+            continue
+        if isinstance(row, dict):
+            yield row
+        else:
+            counts["not_an_object"] += 1
+
+
+def read_texts(
+    files: Sequence[Path], counts: Counter[str], text_key: str = "text"
+) -> Iterator[str]:
+    """Yield the usable texts of `files` in order.
+
+    Args:
+        files: data files, as from `corpus_files`.
+        counts: filled with `rows` (used) and, by reason, the rows and files that were not.
+        text_key: the field that holds the text.
+    """
+    for path in files:
+        for row in read_rows(path, counts):
+            text = row.get(text_key)
+            if not isinstance(text, str):
+                counts["no_text"] += 1
+            elif not text.strip():
+                counts["empty_text"] += 1
+            else:
+                counts["rows"] += 1
+                yield text
+
+
+def corpus_dataset(files: Sequence[Path], text_key: str = "text") -> Any:
+    """The texts as a `datasets.IterableDataset`, for shuffling, mixing and exact resuming."""
+    from datasets import IterableDataset
+
+    return IterableDataset.from_generator(
+        _examples, gen_kwargs={"files": list(files), "text_key": text_key}
+    )
+
+
+def _examples(files: Sequence[Path], text_key: str) -> Iterator[dict[str, str]]:
+    for text in read_texts(files, Counter(), text_key):
+        yield {"text": text}
+
+
+def _is_data(path: Path) -> bool:
+    return path.is_file() and path.name.endswith(SUFFIXES)
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    from datasets import load_dataset
+
+    yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+
+
+def _lines(path: Path, counts: Counter[str]) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        if path.name.endswith(".zst"):
+            yield from _split_lines(_zstd_chunks(file, counts))
+        elif path.name.endswith(".gz"):
+            yield from _gzip_lines(file, counts)
+        else:
+            yield from file
+
+
+def _zstd_chunks(file: BinaryIO, counts: Counter[str]) -> Iterator[bytes]:
+    # A .zst file may be many frames. They are opened one by one: a reader that stops after the
+    # first loses the rest without a word, and only a frame's own end tells that it is whole.
+    frame = None
+    try:
+        while block := file.read(io.DEFAULT_BUFFER_SIZE * 16):
+            while block:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(block)
+                if not frame.eof:
+                    break
+                block, frame = frame.unused_data, None
+    except zstandard.ZstdError:
+        counts["damaged_files"] += 1
+        return
+    if frame is not None:
+        counts["truncated_files"] += 1
+
+
+def _gzip_lines(file: BinaryIO, counts: Counter[str]) -> Iterator[bytes]:
+    try:
+        yield from gzip.GzipFile(fileobj=file)
+    except EOFError:
+        counts["truncated_files"] += 1
+    except (gzip.BadGzipFile, OSError):
+        counts["damaged_files"] += 1
+
+
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest

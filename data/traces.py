@@ -1,0 +1,206 @@
+"""The store of target traces: what the target wrote, and how probable it found each token.
+
+A store is a folder of safetensors shards and an index. A shard holds rows one after another:
+
+    tokens          int32   [T]     prompt and answer of every row
+    row_lengths     int32   [R]     tokens of each row
+    prompt_lengths  int32   [R]     of which prompt
+    sampled         uint8   [R]     1: the answer was sampled, 0: greedy
+    logprobs        float32 [A]     log p of each answer token, under the warping it was drawn with
+    top_ids         uint16 or int32 [A, n]   the target's n likeliest tokens at each answer position
+    top_logprobs    float16 [A, n]  and their log-probabilities at temperature 1
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftsmith.data.files import sha256, write_file, write_json
+from draftsmith.errors import DraftsmithError, RequestError
+
+FORMAT = "draftsmith-traces"
+VERSION = 1
+INDEX = "index.json"
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One text of the target.
+
+    Attributes:
+        tokens: int32 [T], prompt and answer.
+        prompt_length: tokens of the prompt; the answer has A = T - prompt_length.
+        sampled: whether the answer was sampled (else it is greedy).
+        logprobs: float32 [A].
+        top_ids: [A, n] ids, likeliest first.
+        top_logprobs: float16 [A, n].
+    """
+
+    tokens: NDArray[np.int32]
+    prompt_length: int
+    sampled: bool
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[Any]
+    top_logprobs: NDArray[np.float16]
+
+    @property
+    def answer(self) -> NDArray[np.int32]:
+        """The tokens that the target wrote."""
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A line of the index."""
+
+    file: str
+    rows: int
+    answer_tokens: int
+    sha256: str
+
+
+def id_dtype(vocabulary: int) -> type[np.integer[Any]]:
+    """The smallest type that holds every id."""
+    return np.uint16 if vocabulary <= 1 << 16 else np.int32
+
+
+def pack_rows(rows: Sequence[TraceRow]) -> dict[str, NDArray[Any]]:
+    """The arrays of a shard that holds `rows`."""
+    return {
+        "tokens": np.concatenate([r.tokens for r in rows]).astype(np.int32),
+        "row_lengths": np.array([len(r.tokens) for r in rows], np.int32),
+        "prompt_lengths": np.array([r.prompt_length for r in rows], np.int32),
+        "sampled": np.array([r.sampled for r in rows], np.uint8),
+        "logprobs": np.concatenate([r.logprobs for r in rows]).astype(np.float32),
+        "top_ids": np.concatenate([r.top_ids for r in rows]),
+        "top_logprobs": np.concatenate([r.top_logprobs for r in rows]).astype(np.float16),
+    }
+
+
+def unpack_rows(arrays: dict[str, NDArray[Any]]) -> Iterator[TraceRow]:
+    """The rows of a shard, as views of its arrays."""
+    token_at = answer_at = 0
+    for length, prompt, sampled in zip(
+        arrays["row_lengths"].tolist(),
+        arrays["prompt_lengths"].tolist(),
+        arrays["sampled"].tolist(),
+        strict=True,
+    ):
+        answers = slice(answer_at, answer_at + length - prompt)
+        yield TraceRow(
+            tokens=arrays["tokens"][token_at : token_at + length],
+            prompt_length=prompt,
+            sampled=bool(sampled),
+            logprobs=arrays["logprobs"][answers],
+            top_ids=arrays["top_ids"][answers],
+            top_logprobs=arrays["top_logprobs"][answers],
+        )
+        token_at += length
+        answer_at = answers.stop
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def write_shard(folder: Path, number: int, rows: Sequence[TraceRow]) -> None:
+    """Write a shard atomically: it is there when it is whole."""
+    from safetensors.numpy import save_file
+
+    arrays = pack_rows(rows)
+    write_file(folder / shard_name(number), lambda partial: save_file(arrays, partial))
+
+
+def read_shard(path: Path) -> list[TraceRow]:
+    """Read a shard.
+
+    Raises:
+        DraftsmithError: it is damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return list(unpack_rows(load_file(path)))
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise DraftsmithError(
+            f"{path}: damaged trace shard ({error}); delete it and start the same command again"
+        ) from error
+
+
+def write_index(folder: Path, numbers: Sequence[int], about: dict[str, Any]) -> None:
+    """Describe the shards `numbers`; `about` has at least `validation_share` and `top_n`."""
+    shards = []
+    for number in numbers:
+        path = folder / shard_name(number)
+        rows = read_shard(path)
+        shards.append(
+            Shard(
+                file=path.name,
+                rows=len(rows),
+                answer_tokens=sum(len(r.answer) for r in rows),
+                sha256=sha256(path),
+            )
+        )
+    write_json(
+        folder / INDEX,
+        {"format": FORMAT, "version": VERSION, **about, "shards": [asdict(s) for s in shards]},
+    )
+
+
+class TraceStore:
+    """A finished store, opened for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the store in `folder`.
+
+        Raises:
+            RequestError: there is no store of a known version.
+        """
+        index = folder / INDEX
+        if not index.is_file():
+            raise RequestError(f"{folder}: no trace store here; `draftsmith trace` makes one")
+        self.about: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
+        if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
+            raise RequestError(
+                f"{index}: format {self.about.get('format')!r} version "
+                f"{self.about.get('version')!r}; this draftsmith reads {FORMAT!r} version {VERSION}"
+            )
+        self.folder = folder
+        self.shards = [Shard(**shard) for shard in self.about.pop("shards")]
+
+    def rows(self, split: Split) -> list[TraceRow]:
+        """All rows of a split, checked against the index.
+
+        Raises:
+            DraftsmithError: a shard is missing, damaged, or not the one that was written.
+        """
+        rows: list[TraceRow] = []
+        for shard in self.shards:
+            path = self.folder / shard.file
+            if not path.is_file() or sha256(path) != shard.sha256:
+                raise DraftsmithError(
+                    f"{path}: missing, or not the shard that the index describes; delete "
+                    f"{self.folder} and start the same command again"
+                )
+            rows += read_shard(path)
+        share = float(self.about["validation_share"])
+        wanted = split == "validation"
+        return [row for i, row in enumerate(rows) if _held_out(i, share) is wanted]
+
+    @property
+    def answer_tokens(self) -> int:
+        """Answer tokens in the store."""
+        return sum(s.answer_tokens for s in self.shards)
+
+
+def _held_out(row: int, share: float) -> bool:
+    """Whether a row is for validation: spread evenly, and the same in every run."""
+    return int((row + 1) * share) > int(row * share)

@@ -1,0 +1,1 @@
+"""The teacher's signal, losses and the training loop that restores acceptance."""

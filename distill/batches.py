@@ -1,0 +1,118 @@
+"""Trace rows as padded batches, in an order that depends on the seed and the step alone."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.data.traces import TraceRow
+from draftsmith.errors import DraftsmithError
+
+# Rows of similar length share a batch; a pool of this many batches is sorted at a time, so that
+# batches stay random.
+_POOL = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows padded on the right to T, with A answer positions in all.
+
+    Attributes:
+        ids: [B, T].
+        mask: [B, T], 1 for tokens. Padding is known by length, never by id: where EOS pads, a
+            real EOS would vanish (case A27).
+        positions: [A] places in the flattened [B·T] whose next token is an answer token.
+        labels: [A] that token.
+        top_ids: [A, n] the target's likeliest ids there.
+        top_logprobs: [A, n] and their log-probabilities.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    positions: Tensor
+    labels: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Answer tokens, by which losses are divided."""
+        return len(self.positions)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+
+def collate(rows: Sequence[TraceRow], max_length: int) -> Batch:
+    """Pad rows; what is past `max_length` is cut."""
+    width = min(max_length, max(len(r.tokens) for r in rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    positions, labels, top_ids, top_logprobs = [], [], [], []
+    for i, row in enumerate(rows):
+        tokens = torch.from_numpy(row.tokens[:width].astype(np.int64))
+        answers = max(0, len(tokens) - row.prompt_length)
+        ids[i, : len(tokens)] = tokens
+        mask[i, : len(tokens)] = 1
+        first = i * width + row.prompt_length - 1
+        positions.append(torch.arange(first, first + answers))
+        labels.append(tokens[row.prompt_length :])
+        top_ids.append(torch.from_numpy(row.top_ids[:answers].astype(np.int64)))
+        top_logprobs.append(torch.from_numpy(row.top_logprobs[:answers].astype(np.float32)))
+    return Batch(
+        ids,
+        mask,
+        torch.cat(positions),
+        torch.cat(labels),
+        torch.cat(top_ids),
+        torch.cat(top_logprobs),
+    )
+
+
+class BatchStream:
+    """An endless, reproducible stream: batch `i` is the same whenever it is asked for."""
+
+    def __init__(self, rows: Sequence[TraceRow], batch: int, max_length: int, seed: int) -> None:
+        """Take the rows that have an answer within `max_length`; count the others.
+
+        Raises:
+            DraftsmithError: no row is left.
+        """
+        self.rows = [r for r in rows if 0 < r.prompt_length < min(len(r.tokens), max_length)]
+        self.dropped = len(rows) - len(self.rows)
+        if not self.rows:
+            raise DraftsmithError(
+                f"none of {len(rows)} trace rows has an answer within max_length {max_length}; "
+                "raise max_length or shorten data.prompt_tokens"
+            )
+        if self.dropped:
+            warnings.warn(
+                f"{self.dropped} of {len(rows)} trace rows have no answer within max_length "
+                f"{max_length} and are left out",
+                stacklevel=2,
+            )
+        self.batch, self.max_length, self.seed = batch, max_length, seed
+        self.batches_per_epoch = -(-len(self.rows) // batch)
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def __getitem__(self, number: int) -> Batch:
+        """The `number`-th batch since the start of training."""
+        epoch, at = divmod(number, self.batches_per_epoch)
+        return collate([self.rows[i] for i in self._order(epoch)[at]], self.max_length)
+
+    def _epoch_order(self, epoch: int) -> list[list[int]]:
+        rng = np.random.default_rng((self.seed, epoch))
+        shuffled = rng.permutation(len(self.rows)).tolist()
+        pool = self.batch * _POOL
+        batches = []
+        for start in range(0, len(shuffled), pool):
+            by_length = sorted(
+                shuffled[start : start + pool], key=lambda i: len(self.rows[i].tokens)
+            )
+            batches += [by_length[i : i + self.batch] for i in range(0, len(by_length), self.batch)]
+        return [batches[i] for i in rng.permutation(len(batches)).tolist()]

@@ -1,0 +1,433 @@
+"""Writing traces: the target's own text with its top-n log-probabilities, by one or many workers.
+
+Batch `number` of a store depends on the seed and the number alone. Each batch is one shard, so a
+killed run loses at most the batches in hand, and the number of workers changes nothing.
+"""
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.accept.cache import CachedModel, padded_inputs
+from draftsmith.checkpoints.loading import (
+    ModelRef,
+    compute_dtype,
+    default_device,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+    stop_ids,
+)
+from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary
+from draftsmith.data.chat import (
+    UserTurn,
+    encode_chat,
+    encode_text,
+    read_prompts,
+    user_turn,
+)
+from draftsmith.data.corpus import corpus_dataset, corpus_files
+from draftsmith.data.progress import Progress, say
+from draftsmith.data.traces import (
+    TraceRow,
+    id_dtype,
+    read_shard,
+    shard_name,
+    write_index,
+    write_shard,
+)
+from draftsmith.errors import DraftsmithError
+from draftsmith.recipes.schema import DataSettings, Recipe, TraceSettings
+
+# A self-written batch that gave no usable prompt is tried again, but not for ever.
+_EMPTY_BATCHES = 3
+
+
+@dataclass
+class Sample:
+    """Tokens being written for one row, and what the target thought of them."""
+
+    prompt: list[int]
+    sampled: bool
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_ids: list[Any] = field(default_factory=list)
+    top_logprobs: list[Any] = field(default_factory=list)
+
+    def row(self, id_type: type[np.integer[Any]]) -> TraceRow:
+        """As the store keeps it."""
+        return TraceRow(
+            tokens=np.array([*self.prompt, *self.tokens], np.int32),
+            prompt_length=len(self.prompt),
+            sampled=self.sampled,
+            logprobs=np.array(self.logprobs, np.float32),
+            top_ids=np.stack(self.top_ids).astype(id_type),
+            top_logprobs=np.stack(self.top_logprobs).astype(np.float16),
+        )
+
+
+class Writer:
+    """A target that writes text."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        """Take a loaded target."""
+        self.model = CachedModel(model)
+        self.vocabulary: SharedVocabulary = own_vocabulary(tokenizer, model.config.vocab_size)
+        self.stop_ids = stop_ids(model)
+        self.pad_id = tokenizer.pad_token_id or 0
+
+    @torch.inference_mode()
+    def write(
+        self,
+        samples: Sequence[Sample],
+        max_new_tokens: int,
+        *,
+        temperature: float,
+        generator: torch.Generator,
+        end: frozenset[int],
+        top_n: int = 0,
+    ) -> None:
+        """Continue every sample in place until an id of `end` or `max_new_tokens`.
+
+        Args:
+            samples: rows with prompts; `sampled` rows draw at `temperature`, the others are greedy.
+            max_new_tokens: most tokens of a row.
+            temperature: of the sampled rows.
+            generator: source of the draws, on the model's device.
+            end: ids that end a row; the id is part of it.
+            top_n: likeliest tokens to keep at each position; 0 keeps none.
+        """
+        device = self.model.device
+        active = list(samples)
+        self.model.reset()
+        ids, mask, positions = (t.to(device) for t in self._padded(active))
+        for _ in range(max_new_tokens):
+            logits_BV = self.vocabulary.restrict(
+                self.model.feed(ids, keep=1, mask_BS=mask, positions_BT=positions)[:, -1]
+            ).float()
+            tokens = _choose(logits_BV, [s.sampled for s in active], temperature, generator)
+            _record(active, logits_BV, tokens, temperature, top_n)
+            going = [i for i, s in enumerate(active) if s.tokens[-1] not in end]
+            if not going:
+                return
+            if len(going) < len(active):
+                # Finished rows leave the batch, so that no work goes into padding.
+                rows = torch.tensor(going, device=device)
+                self.model.select(rows)
+                tokens, mask, positions = tokens[rows], mask[rows], positions[rows]
+                active = [active[i] for i in going]
+            ids = tokens[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(active), 1)], -1)
+            positions = positions[:, -1:] + 1
+
+    def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+        return padded_inputs([s.prompt for s in samples], self.pad_id)
+
+
+def _choose(
+    logits_BV: Tensor, sampled: Sequence[bool], temperature: float, generator: torch.Generator
+) -> Tensor:
+    tokens = logits_BV.argmax(-1)
+    if any(sampled):
+        rows = torch.tensor([i for i, s in enumerate(sampled) if s], device=tokens.device)
+        probabilities = (logits_BV[rows] / temperature).softmax(-1)
+        tokens[rows] = probabilities.multinomial(1, generator=generator)[:, 0]
+    return tokens
+
+
+def _record(
+    samples: Sequence[Sample], logits_BV: Tensor, tokens: Tensor, temperature: float, top_n: int
+) -> None:
+    """Append the chosen tokens, and what is kept of the distributions they came from."""
+    for sample, token in zip(samples, tokens.tolist(), strict=True):
+        sample.tokens.append(token)
+    if not top_n:
+        return
+    logprobs_BV = logits_BV.log_softmax(-1)
+    top = logprobs_BV.topk(min(top_n, logprobs_BV.shape[-1]))
+    chosen = logprobs_BV.gather(-1, tokens[:, None])[:, 0].tolist()
+    warped = chosen
+    if temperature != 1.0:
+        warped_BV = (logits_BV / temperature).log_softmax(-1)
+        warped = warped_BV.gather(-1, tokens[:, None])[:, 0].tolist()
+    top_ids, top_logprobs = top.indices.cpu().numpy(), top.values.cpu().numpy()
+    for i, sample in enumerate(samples):
+        sample.logprobs.append(warped[i] if sample.sampled else chosen[i])
+        sample.top_ids.append(top_ids[i])
+        sample.top_logprobs.append(top_logprobs[i])
+
+
+class Prompts:
+    """Prompts by batch number; `None` when they have run out."""
+
+    def __init__(self, data: DataSettings, batch: int, tokenizer: Any, seed: int) -> None:
+        """Check that prompts can be had at all.
+
+        Raises:
+            RequestError: the source can't give any.
+        """
+        self.data, self.batch, self.tokenizer = data, batch, tokenizer
+        self.turn: UserTurn | None = user_turn(tokenizer) if data.source == "self" else None
+        self._rows: Iterator[list[int]] = iter(())
+        if data.source == "corpus":
+            self._rows = self._beginnings(seed)
+        elif data.source == "prompts":
+            prompts = [p for path in data.path for p in read_prompts(path, tokenizer)]
+            self._rows = iter([list(p.ids) for p in prompts])
+        self._next = 0
+
+    def get(self, number: int, writer: Writer, generator: torch.Generator) -> list[list[int]]:
+        """Prompts of a batch; batches are asked for in ascending order. Empty at the end."""
+        if self.turn is not None:
+            return self._self_written(number, writer, generator)
+        skipped = (number - self._next) * self.batch
+        self._next = number + 1
+        return list(itertools.islice(self._rows, skipped, skipped + self.batch))
+
+    def _self_written(
+        self, number: int, writer: Writer, generator: torch.Generator
+    ) -> list[list[int]]:
+        """User turns that the target writes itself, through its chat template."""
+        assert self.turn is not None
+        turn, openings = self.turn, self.data.openings
+        starts = [openings[(number * self.batch + i) % len(openings)] for i in range(self.batch)]
+        encoded = [self.tokenizer(s, add_special_tokens=False)["input_ids"] for s in starts]
+        samples = [Sample([*turn.opening, *ids], sampled=True) for ids in encoded]
+        end = writer.stop_ids | {turn.end}
+        writer.write(
+            samples,
+            self.data.prompt_tokens,
+            temperature=self.data.prompt_temperature,
+            generator=generator,
+            end=end,
+        )
+        prompts = []
+        for start, sample in zip(starts, samples, strict=True):
+            written = [t for t in sample.tokens if t not in end]
+            text = (start + self.tokenizer.decode(written)).strip()
+            if text and text != start.strip():
+                prompts.append(encode_chat(self.tokenizer, [{"role": "user", "content": text}]))
+        # Equal prompts would be answered equally.
+        return [list(p) for p in dict.fromkeys(map(tuple, prompts))]
+
+    def _beginnings(self, seed: int) -> Iterator[list[int]]:
+        """The first tokens of shuffled texts, the files in turn."""
+        from datasets import interleave_datasets
+
+        files = corpus_files(self.data.path)
+        texts = interleave_datasets(
+            [corpus_dataset([f], self.data.text_key) for f in files],
+            stopping_strategy="all_exhausted_without_replacement",
+        ).shuffle(seed=seed, buffer_size=256)
+        for row in texts:
+            # No token is longer than its text: enough characters for any tokenizer.
+            ids = encode_text(self.tokenizer, row["text"][: 32 * self.data.prompt_tokens])
+            yield ids[: self.data.prompt_tokens]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs; it can be sent to another process."""
+
+    target: ModelRef
+    data: DataSettings
+    trace: TraceSettings
+    seed: int
+    folder: Path
+    dtype: str = "auto"
+
+    @classmethod
+    def of(cls, recipe: Recipe, target: ModelRef, folder: Path) -> "Job":
+        """The trace stage of a recipe."""
+        return cls(target, recipe.data, recipe.trace, recipe.seed, folder, recipe.dtype)
+
+
+def write_batch(writer: Writer, prompts: Prompts, job: Job, number: int) -> list[TraceRow]:
+    """The rows of one batch; empty when prompts have run out."""
+    generator = torch.Generator(writer.model.device)
+    generator.manual_seed((job.seed << 32) + number)
+    ids = prompts.get(number, writer, generator)
+    if not ids:
+        return []
+    settings = job.trace
+    samples = [
+        Sample(p, sampled=_share(number * settings.batch + i, settings.sampled_share))
+        for i, p in enumerate(ids)
+    ]
+    writer.write(
+        samples,
+        settings.max_new_tokens,
+        temperature=settings.temperature,
+        generator=generator,
+        end=writer.stop_ids,
+        top_n=settings.top_n,
+    )
+    id_type = id_dtype(writer.vocabulary.size)
+    return [s.row(id_type) for s in samples]
+
+
+def _share(number: int, share: float) -> bool:
+    """Whether row `number` is in a share of the rows, spread evenly."""
+    return int((number + 1) * share) > int(number * share)
+
+
+def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
+    """Fill `folder` with a store of at least `trace.tokens` answer tokens.
+
+    Raises:
+        DraftsmithError: no text came out, or a worker failed.
+        RequestError: the prompts can't be had.
+    """
+    job = Job.of(recipe, target, folder)
+    tokenizer = load_tokenizer(target)
+    # Here rather than in the workers, so that a wrong request is told at once.
+    Prompts(job.data, job.trace.batch, tokenizer, job.seed)
+    done = _finished(folder)
+    with Progress("traces", job.trace.tokens, "tokens", done=sum(done.values())) as progress:
+        if not _enough(done, job.trace.tokens):
+            _run_workers(job, done, progress)
+    numbers = _needed(done, job.trace.tokens)
+    if not numbers:
+        raise DraftsmithError(
+            f"{target.spec}: no trace could be written; the target's answers were empty"
+            if job.data.source == "self"
+            else f"{', '.join(job.data.path)}: no usable text"
+        )
+    total = sum(done[n] for n in numbers)
+    if total < job.trace.tokens:
+        say(f"traces: the prompts ran out at {total} of {job.trace.tokens} tokens")
+    for path in folder.glob("shard-*"):
+        if path.name not in map(shard_name, numbers):
+            path.unlink()
+    write_index(
+        folder,
+        numbers,
+        {
+            "target": target.spec,
+            "vocabulary": len(tokenizer.get_vocab()),
+            "top_n": job.trace.top_n,
+            "temperature": job.trace.temperature,
+            "validation_share": job.trace.validation_share,
+        },
+    )
+
+
+def _finished(folder: Path) -> dict[int, int]:
+    """Batch number -> answer tokens of the whole shards in `folder`; damaged ones are removed."""
+    done = {}
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        try:
+            rows = read_shard(path)
+        except DraftsmithError:
+            path.unlink()
+            continue
+        done[int(path.stem.removeprefix("shard-"))] = sum(len(r.answer) for r in rows)
+    return done
+
+
+def _needed(done: dict[int, int], tokens: int) -> list[int]:
+    """The first batches, without a gap, that reach the wanted tokens; all if they don't."""
+    numbers: list[int] = []
+    total = 0
+    for number in itertools.count():
+        if number not in done or total >= tokens:
+            return numbers
+        numbers.append(number)
+        total += done[number]
+    return numbers
+
+
+def _enough(done: dict[int, int], tokens: int) -> bool:
+    return sum(done[n] for n in _needed(done, tokens)) >= tokens
+
+
+def worker_count(settings: TraceSettings) -> int:
+    """Processes that write: one on an accelerator, one a core on a CPU."""
+    if settings.workers:
+        return settings.workers
+    return 1 if default_device() != "cpu" else len(os.sched_getaffinity(0))
+
+
+def _run_workers(job: Job, done: dict[int, int], progress: Progress) -> None:
+    """Run workers until the store has its tokens or prompts run out; fills `done`."""
+    # Spawned, not forked: a fork after torch has used its threads can hang.
+    context = torch.multiprocessing.get_context("spawn")
+    workers = worker_count(job.trace)
+    finished = context.SimpleQueue()
+    stop = context.Event()
+    processes = [
+        context.Process(
+            target=_worker, args=(job, i, workers, sorted(done), finished, stop), daemon=True
+        )
+        for i in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while any(p.is_alive() for p in processes) or not finished.empty():
+            if finished.empty():
+                time.sleep(0.05)
+                continue
+            number, tokens, problem = finished.get()
+            if problem:
+                raise DraftsmithError(f"{job.target.spec}: a trace worker failed: {problem}")
+            if tokens:
+                done[number] = tokens
+                progress.update(tokens)
+            if _enough(done, job.trace.tokens):
+                # What is in hand would be thrown away.
+                return
+        if failed := [p.exitcode for p in processes if p.exitcode]:
+            raise DraftsmithError(
+                f"a trace worker was ended from outside (exit code {failed[0]}; out of memory?); "
+                "lower trace.batch or trace.workers, then start the same command again"
+            )
+    finally:
+        stop.set()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+
+
+def _worker(
+    job: Job, worker: int, workers: int, done: Sequence[int], finished: Any, stop: Event
+) -> None:
+    """Write every `workers`-th batch that is not done yet; reports (number, tokens, problem)."""
+    # Ctrl-C is the parent's business; it ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+    try:
+        quiet_transformers()
+        # One thread each: several small processes do better than threads that wait for each other.
+        torch.set_num_threads(1)
+        tokenizer = load_tokenizer(job.target)
+        prompts = Prompts(job.data, job.trace.batch, tokenizer, job.seed)
+        dtype = compute_dtype(job.dtype, default_device())
+        writer = Writer(load_model(job.target, dtype=dtype), tokenizer)
+        empty = 0
+        for number in itertools.count(worker, workers):
+            # A parent that was killed can't say stop.
+            if stop.is_set() or os.getppid() != parent:
+                return
+            if number in done:
+                continue
+            rows = write_batch(writer, prompts, job, number)
+            if rows:
+                write_shard(job.folder, number, rows)
+            finished.put((number, sum(len(r.answer) for r in rows), ""))
+            empty = 0 if rows else empty + 1
+            if empty and (job.data.source != "self" or empty == _EMPTY_BATCHES):
+                return
+    except Exception as error:  # told to the parent, which raises it
+        finished.put((-1, 0, f"{type(error).__name__}: {error}"))

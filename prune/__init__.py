@@ -1,0 +1,1 @@
+"""Masks, shape, compact model."""

@@ -1,0 +1,1 @@
+"""What to do: typed settings, strict YAML loading, the shipped recipes and the stage runner."""

@@ -1,0 +1,369 @@
+"""The stages of a recipe: each reads folders and writes one, resumes, and is skipped when done."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from draftsmith.checkpoints import provenance
+from draftsmith.checkpoints.loading import (
+    ModelRef,
+    compute_dtype,
+    default_device,
+    describe,
+    load_config,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+    resolve,
+)
+from draftsmith.checkpoints.pair import check_pair
+from draftsmith.checkpoints.saving import check_tokenizer_rows, save_model
+from draftsmith.checkpoints.shape import Shape, resolve_shape
+from draftsmith.data.chat import prompt_file, read_prompts, user_turn
+from draftsmith.data.corpus import corpus_files
+from draftsmith.data.files import PARTIAL, fingerprint, publish, storage, write_json, write_text
+from draftsmith.data.progress import say
+from draftsmith.data.traces import TraceStore
+from draftsmith.errors import RequestError
+from draftsmith.recipes.loading import to_plain
+from draftsmith.recipes.schema import Recipe
+
+_KEY = "stage-key"
+_STATE = "state"
+MASKS = "masks.json"
+SCORE = "score.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the road.
+
+    Attributes:
+        name: of the command and in messages.
+        folder: below the run's folder.
+        settings: recipe keys on which the result depends.
+        inputs: the files from outside on which it depends, by their names in the recipe.
+        needs: folders of the stages that it reads.
+        work: fills the folder.
+    """
+
+    name: str
+    folder: str
+    settings: tuple[str, ...]
+    inputs: "Callable[[Run], dict[str, Path]]"
+    needs: tuple[str, ...]
+    work: "Callable[[Run, Path], None]"
+
+
+@dataclass
+class Run:
+    """A recipe, where its outputs go, and the models that are in memory already."""
+
+    recipe: Recipe
+    out: Path
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def target(self) -> ModelRef:
+        """The target, found but not loaded."""
+        return resolve(self.recipe.target)
+
+    @cached_property
+    def source(self) -> ModelRef:
+        """The model to prune."""
+        return resolve(self.recipe.source) if self.recipe.source else self.target
+
+    @cached_property
+    def source_model(self) -> Any:
+        """The source, loaded exactly."""
+        return load_model(self.source)
+
+    @cached_property
+    def target_model(self) -> Any:
+        """The target, loaded exactly."""
+        return self.source_model if self.source == self.target else load_model(self.target)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's."""
+        return load_tokenizer(self.target)
+
+    def folder(self, stage: str) -> Path:
+        """A finished stage's output.
+
+        Raises:
+            RequestError: it is not there yet.
+        """
+        path = self.out / stage
+        if provenance.read_key(path) is None:
+            command = next(s.name for s in STAGES if s.folder == stage)
+            raise RequestError(f"{path}: not there yet; `draftsmith {command}` makes it")
+        return path
+
+    @property
+    def dtype(self) -> Any:
+        """Of work where exactness is not at stake."""
+        return compute_dtype(self.recipe.dtype, default_device())
+
+    def data_files(self) -> dict[str, Path]:
+        """Files of prompts or corpus that the traces are made from."""
+        data = self.recipe.data
+        if data.source == "corpus":
+            return {str(p): p for p in corpus_files(data.path)}
+        if data.source == "prompts":
+            return {p: prompt_file(p) for p in data.path}
+        return {}
+
+
+def check(run: Run) -> Shape:
+    """Refuse what can't work before any weight is loaded; returns the drafter's shape.
+
+    Raises:
+        RequestError: the model is missing or of an unknown family, the shape is impossible,
+            tokenizers differ, or prompts can't be had.
+    """
+    config = load_config(run.source)
+    _, source = describe(config, run.source)
+    prune = run.recipe.prune
+    shape = resolve_shape(source, prune.shape, prune.axes)
+    target = load_config(run.target)
+    _, target_shape = describe(target, run.target)
+    check_tokenizer_rows(run.tokenizer, target_shape.vocab, run.recipe.target)
+    if run.source != run.target:
+        check_pair(run.tokenizer, load_tokenizer(run.source), target_shape.vocab, source.vocab)
+    if run.recipe.data.source == "self":
+        user_turn(run.tokenizer)
+    read_prompts(run.recipe.score.prompts, run.tokenizer, run.recipe.score.limit)
+    return shape
+
+
+def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
+    """Do the named stages (default: all) in order; returns whether anything was left to do."""
+    chosen = [s for s in STAGES if names is None or s.name in names]
+    keys = stage_keys(run)
+    due = [s for s in chosen if provenance.read_key(run.out / s.folder) != keys[s.folder]]
+    if not due:
+        return False
+    _set_up_torch(run.recipe.threads)
+    shape = check(run)
+    say(f"drafter: {shape}")
+    with storage(run.out):
+        run.out.mkdir(parents=True, exist_ok=True)
+    for stage in due:
+        for needed in stage.needs:
+            if provenance.read_key(run.out / needed) != keys[needed]:
+                command = next(s.name for s in STAGES if s.folder == needed)
+                raise RequestError(
+                    f"{run.out / needed}: missing, or made with other settings; run "
+                    f"`draftsmith {command}` with the same recipe first, or `draftsmith run`"
+                )
+        start = time.monotonic()
+        with _output(run, stage, keys[stage.folder]) as partial:
+            stage.work(run, partial)
+        run.seconds[stage.name] = time.monotonic() - start
+        say(f"{stage.name}: {run.seconds[stage.name]:.0f} s → {run.out / stage.folder}")
+    return True
+
+
+def _set_up_torch(threads: int) -> None:
+    import torch
+
+    quiet_transformers()
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def stage_keys(run: Run) -> dict[str, str]:
+    """Folder -> digest of all that its content depends on, through the stages before it."""
+    plain = to_plain(run.recipe)
+    keys: dict[str, str] = {}
+    for stage in STAGES:
+        settings = {name: plain[name] for name in stage.settings}
+        # The number of workers changes who writes, not what.
+        settings.get("trace", {}).pop("workers", None)
+        before = [keys[folder] for folder in stage.needs]
+        keys[stage.folder] = provenance.key_of(
+            [stage.name, settings, _fingerprints(run, stage), before]
+        )
+    return keys
+
+
+def _fingerprints(run: Run, stage: Stage) -> dict[str, str]:
+    return {name: fingerprint(path) for name, path in stage.inputs(run).items()}
+
+
+@contextmanager
+def _output(run: Run, stage: Stage, key: str) -> Iterator[Path]:
+    """A folder to fill, which gets its name and provenance when all went well.
+
+    What an interrupted run with the same settings left is kept, so that the stage can go on.
+    """
+    final = run.out / stage.folder
+    partial = final.with_name(final.name + PARTIAL)
+    with storage(partial):
+        mark = partial / _KEY
+        if not mark.is_file() or mark.read_text(encoding="utf-8") != key:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write_text(mark, key)
+    yield partial
+    with storage(partial):
+        shutil.rmtree(partial / _STATE, ignore_errors=True)
+        (partial / _KEY).unlink()
+        provenance.write(
+            partial,
+            key=key,
+            settings=to_plain(run.recipe),
+            inputs=_fingerprints(run, stage),
+            seed=run.recipe.seed,
+        )
+        publish(partial, final)
+
+
+def _traces(run: Run, folder: Path) -> None:
+    from draftsmith.distill.trace import write_traces
+
+    write_traces(run.recipe, run.target, folder)
+
+
+def _prune(run: Run, folder: Path) -> None:
+    from draftsmith.checkpoints.slicing import compact_model
+    from draftsmith.prune.train import Pruning, learn_masks, select_by_position
+
+    model, settings = run.source_model, run.recipe.prune
+    family, source = describe(model.config, run.source)
+    shape = resolve_shape(source, settings.shape, settings.axes)
+    if settings.method == "masks":
+        result = learn_masks(
+            model,
+            family,
+            source,
+            shape,
+            TraceStore(run.folder("traces")).rows("train"),
+            settings,
+            seed=run.recipe.seed,
+            state=folder / _STATE,
+            dtype=run.dtype,
+        )
+    else:
+        result = Pruning(select_by_position(settings.method, source, shape), {}, [])
+    say(f"kept layers: {', '.join(map(str, result.selection.layers))}")
+    save_model(compact_model(model, family, result.selection), run.target, folder)
+    write_json(
+        folder / MASKS,
+        {
+            "source": run.source.spec,
+            "method": settings.method,
+            "selection": result.selection.to_plain(),
+            "expected": result.expected,
+            "history": result.history,
+        },
+    )
+
+
+def _distill(run: Run, folder: Path) -> None:
+    from draftsmith.distill.train import distill
+
+    store = TraceStore(run.folder("traces"))
+    model = load_model(resolve(str(run.folder("pruned"))))
+    family, _ = describe(model.config, run.source)
+    curve = distill(
+        model,
+        family,
+        store.rows("train"),
+        store.rows("validation"),
+        run.recipe.distill,
+        seed=run.recipe.seed,
+        state=folder / _STATE,
+        dtype=run.dtype,
+    )
+    save_model(model, run.target, folder)
+    write_json(folder / "curve.json", curve)
+
+
+def _score(run: Run, folder: Path) -> None:
+    from draftsmith.accept.score import score_drafter
+
+    settings = run.recipe.score
+    score = score_drafter(
+        run.target,
+        resolve(str(run.folder("distilled"))),
+        prompts=settings.prompts,
+        limit=settings.limit,
+        decode_prompts=settings.decode_prompts,
+        max_new_tokens=settings.max_new_tokens,
+        lookaheads=settings.lookahead,
+        replay_lookahead=settings.replay_lookahead,
+        target_model=run.target_model,
+    )
+    write_json(folder / SCORE, score.to_plain())
+
+
+def _export(run: Run, folder: Path) -> None:
+    from draftsmith.checkpoints.export import export_drafter
+
+    settings = run.recipe.export
+    export_drafter(
+        resolve(str(run.folder("distilled"))), run.target, folder, settings.to, settings.gguf_type
+    )
+
+
+def read_score(run: Run) -> dict[str, Any]:
+    """The finished run's score."""
+    path = run.folder("scores") / SCORE
+    plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return plain
+
+
+def _no_files(run: Run) -> dict[str, Path]:
+    return {}
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        "trace",
+        "traces",
+        settings=("seed", "dtype", "data", "trace"),
+        inputs=lambda run: {run.target.spec: run.target.path, **run.data_files()},
+        needs=(),
+        work=_traces,
+    ),
+    Stage(
+        "prune",
+        "pruned",
+        settings=("seed", "dtype", "prune"),
+        inputs=lambda run: {run.source.spec: run.source.path},
+        needs=("traces",),
+        work=_prune,
+    ),
+    Stage(
+        "distill",
+        "distilled",
+        settings=("seed", "dtype", "distill"),
+        inputs=_no_files,
+        needs=("traces", "pruned"),
+        work=_distill,
+    ),
+    Stage(
+        "score",
+        "scores",
+        settings=("score",),
+        inputs=lambda run: {run.recipe.score.prompts: prompt_file(run.recipe.score.prompts)},
+        needs=("distilled",),
+        work=_score,
+    ),
+    Stage(
+        "export",
+        "export",
+        settings=("export",),
+        inputs=_no_files,
+        needs=("distilled",),
+        work=_export,
+    ),
+)

@@ -1,0 +1,279 @@
+"""The settings of every stage: one definition gives YAML key, default, range and documentation.
+
+This module imports nothing of the package, nor torch, so every layer may use it.
+"""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class DataSettings:
+    """Where the prompts of the traces come from."""
+
+    source: Annotated[
+        Literal["self", "corpus", "prompts"],
+        Field(
+            description="self: an instruct target writes user turns itself and answers them; "
+            "corpus: it continues the beginnings of texts; prompts: it answers a file of prompts"
+        ),
+    ] = "self"
+    path: Annotated[
+        tuple[str, ...],
+        Field(
+            description="files or folders of corpus or prompts: .jsonl, .jsonl.zst, .jsonl.gz, "
+            ".parquet (unused by source: self)"
+        ),
+    ] = ()
+    text_key: Annotated[str, Field(description="the field of a corpus row that holds its text")] = (
+        "text"
+    )
+    openings: Annotated[
+        tuple[str, ...],
+        Field(
+            min_length=1,
+            description="how self-written user turns begin, taken in turn; '' leaves it to the "
+            "target",
+        ),
+    ] = ("",)
+    prompt_tokens: Annotated[
+        PositiveInt,
+        Field(description="most tokens of a self-written prompt, or of a text's beginning"),
+    ] = 48
+    prompt_temperature: Annotated[
+        PositiveFloat, Field(description="temperature at which user turns are written")
+    ] = 0.9
+
+    @model_validator(mode="after")
+    def _path_where_needed(self) -> "DataSettings":
+        if self.source != "self" and not self.path:
+            raise ValueError(f"source {self.source!r} needs path; set it to your files")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class TraceSettings:
+    """Texts that the target writes, with its own top-n log-probabilities."""
+
+    tokens: Annotated[PositiveInt, Field(description="answer tokens to write before stopping")] = (
+        60_000
+    )
+    top_n: Annotated[
+        PositiveInt, Field(description="log-probabilities kept for each answer token")
+    ] = 64
+    batch: Annotated[PositiveInt, Field(description="rows written at once by one worker")] = 48
+    max_new_tokens: Annotated[PositiveInt, Field(description="most tokens of one answer")] = 128
+    sampled_share: Annotated[
+        Share, Field(description="share of the answers that are sampled; the others are greedy")
+    ] = 0.5
+    temperature: Annotated[
+        PositiveFloat, Field(description="temperature of the sampled answers")
+    ] = 1.0
+    validation_share: Annotated[
+        Share, Field(description="share of the batches that training never sees")
+    ] = 0.05
+    workers: Annotated[
+        int,
+        Field(ge=0, description="processes that write (one thread each on a CPU); 0: one a core"),
+    ] = 0
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class ShapeSettings:
+    """The drafter's counts; what is left out stays as in the source."""
+
+    layers: Annotated[PositiveInt | None, Field(description="decoder layers")] = None
+    kv_heads: Annotated[PositiveInt | None, Field(description="key/value heads")] = None
+    heads_per_group: Annotated[
+        PositiveInt | None, Field(description="query heads that share one KV head")
+    ] = None
+    heads: Annotated[
+        PositiveInt | None,
+        Field(description="query heads in all (kv_heads x heads_per_group); instead of these two"),
+    ] = None
+    ffn: Annotated[PositiveInt | None, Field(description="FFN width")] = None
+    hidden: Annotated[PositiveInt | None, Field(description="width of the residual stream")] = None
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class PruneSettings:
+    """Learnable-mask pruning of the source to an exact shape."""
+
+    shape: Annotated[ShapeSettings, Field(description="the drafter's shape")] = field(
+        default_factory=ShapeSettings
+    )
+    axes: Annotated[
+        tuple[Literal["layers", "kv_heads", "heads_per_group", "ffn", "hidden"], ...] | None,
+        Field(description="axes that may be cut; default: those that the shape changes"),
+    ] = None
+    method: Annotated[
+        Literal["masks", "first", "uniform"],
+        Field(description="masks: learned; first, uniform: baselines that choose by position"),
+    ] = "masks"
+    steps: Annotated[PositiveInt, Field(description="mask training steps")] = 60
+    warmup: Annotated[
+        int, Field(ge=0, description="steps over which the wanted count falls to the shape's")
+    ] = 20
+    batch: Annotated[PositiveInt, Field(description="rows a step")] = 4
+    max_length: Annotated[
+        PositiveInt, Field(description="tokens of a row, prompt included; longer rows are cut")
+    ] = 192
+    mask_lr: Annotated[PositiveFloat, Field(description="learning rate of log alpha (Adam)")] = 0.3
+    lambda_lr: Annotated[
+        PositiveFloat, Field(description="rate of the gradient ascent on the multipliers")
+    ] = 0.3
+    init_log_alpha: Annotated[
+        float, Field(ge=-4.6, le=4.6, description="where every log alpha starts")
+    ] = 2.0
+    snap: Annotated[
+        bool,
+        Field(
+            description="cut to the exact shape by log alpha where the masks have not converged; "
+            "false: fail instead"
+        ),
+    ] = True
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> "PruneSettings":
+        if self.method == "masks" and self.warmup > self.steps:
+            raise ValueError(
+                f"warmup {self.warmup} is longer than the run of {self.steps} steps; "
+                "shorten warmup or raise steps"
+            )
+        return self
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class DistillSettings:
+    """Logit-level distillation of the compact model on the traces."""
+
+    loss: Annotated[
+        Literal["forward_kl", "reverse_kl", "total_variation"],
+        Field(description="distance between the target's and the drafter's distributions"),
+    ] = "forward_kl"
+    steps: Annotated[PositiveInt, Field(description="optimizer steps")] = 600
+    batch: Annotated[PositiveInt, Field(description="rows a micro-batch")] = 8
+    accumulate: Annotated[PositiveInt, Field(description="micro-batches a step")] = 1
+    max_length: Annotated[
+        PositiveInt, Field(description="tokens of a row, prompt included; longer rows are cut")
+    ] = 256
+    lr: Annotated[PositiveFloat, Field(description="peak learning rate (AdamW)")] = 1e-3
+    warmup: Annotated[int, Field(ge=0, description="steps of linear warm-up")] = 20
+    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay of AdamW")] = (
+        0.01
+    )
+    clip: Annotated[PositiveFloat, Field(description="largest gradient norm")] = 1.0
+    train: Annotated[
+        Literal["layers", "all"],
+        Field(description="layers: embeddings and head stay the target's; all: they learn too"),
+    ] = "all"
+    vocab_limit: Annotated[
+        PositiveInt | None,
+        Field(
+            description="normalise the drafter over the commonest tokens of the traces only: "
+            "cheaper head, approximate loss; none: the whole vocabulary"
+        ),
+    ] = None
+    evaluate_every: Annotated[
+        PositiveInt, Field(description="steps between two replays of the held-out traces")
+    ] = 100
+    save_every: Annotated[PositiveInt, Field(description="steps between two checkpoints")] = 100
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> "DistillSettings":
+        if self.warmup > self.steps:
+            raise ValueError(
+                f"warmup {self.warmup} is longer than the run of {self.steps} steps; "
+                "shorten warmup or raise steps"
+            )
+        return self
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class ScoreSettings:
+    """Real speculative decoding on prompts that training never saw, and replay for every k."""
+
+    prompts: Annotated[
+        str, Field(description="a JSONL file of prompts, or the name of a shipped suite")
+    ] = "quick"
+    limit: Annotated[PositiveInt | None, Field(description="use the first prompts only")] = None
+    decode_prompts: Annotated[
+        PositiveInt | None,
+        Field(description="prompts decoded for real and timed; the others are replayed"),
+    ] = None
+    max_new_tokens: Annotated[PositiveInt, Field(description="tokens written for each prompt")] = 64
+    lookahead: Annotated[
+        tuple[PositiveInt, ...], Field(min_length=1, description="lookaheads decoded for real")
+    ] = (3,)
+    replay_lookahead: Annotated[
+        PositiveInt, Field(description="replay scores every lookahead from 1 to this")
+    ] = 8
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class ExportSettings:
+    """The runtimes to write for."""
+
+    to: Annotated[tuple[Literal["hf", "gguf"], ...], Field(description="formats to write")] = (
+        "hf",
+        "gguf",
+    )
+    gguf_type: Annotated[
+        Literal["F32", "F16", "Q8_0"], Field(description="tensor type of the GGUF")
+    ] = "F32"
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class Recipe:
+    """From a target to a scored, exported drafter."""
+
+    target: Annotated[
+        str,
+        Field(
+            description="the model whose output must come out: an HF folder, a hub id, a .gguf "
+            "file, or package:MODULE/FILE.gguf"
+        ),
+    ]
+    source: Annotated[
+        str | None,
+        Field(description="the model that is pruned: a member of its family; none: the target"),
+    ] = None
+    description: Annotated[str, Field(description="one line for `draftsmith recipes list`")] = ""
+    seed: Annotated[int, Field(ge=0, description="seed of everything that is drawn")] = 0
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Field(
+            description="of traces, masks and distillation; auto: bfloat16 where the device "
+            "multiplies it in hardware. Scores on a CPU are always float32"
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int, Field(ge=0, description="threads of the training stages; 0: one a core")
+    ] = 0
+    data: Annotated[DataSettings, Field(description="prompts")] = field(
+        default_factory=DataSettings
+    )
+    trace: Annotated[TraceSettings, Field(description="the target's own text")] = field(
+        default_factory=TraceSettings
+    )
+    prune: Annotated[PruneSettings, Field(description="masks and shape")] = field(
+        default_factory=PruneSettings
+    )
+    distill: Annotated[DistillSettings, Field(description="recovery")] = field(
+        default_factory=DistillSettings
+    )
+    score: Annotated[ScoreSettings, Field(description="acceptance and speed")] = field(
+        default_factory=ScoreSettings
+    )
+    export: Annotated[ExportSettings, Field(description="formats out")] = field(
+        default_factory=ExportSettings
+    )

