@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draftsmith.accept.decode import Round
 from draftsmith.checkpoints.pair import SharedVocabulary
 
 
@@ -38,6 +39,18 @@ class RoundCounts:
     def __post_init__(self) -> None:
         """Make the positions."""
         self.at_position = self.at_position or [0.0] * self.lookahead
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[Round], lookahead: int) -> "RoundCounts":
+        """Counts of rounds that were really decoded."""
+        return cls(
+            lookahead,
+            rounds=len(rounds),
+            accepted=sum(r.accepted for r in rounds),
+            emitted=sum(r.emitted for r in rounds),
+            full=sum(r.accepted == lookahead for r in rounds),
+            at_position=[float(sum(r.accepted > i for r in rounds)) for i in range(lookahead)],
+        )
 
     def __add__(self, other: "RoundCounts") -> "RoundCounts":
         """Counts of both."""

@@ -237,14 +237,7 @@ def _decode_row(
 ) -> Row:
     generations = texts.speculative[lookahead]
     rounds = [r for g in generations for r in g.rounds]
-    counts = RoundCounts(
-        lookahead,
-        rounds=len(rounds),
-        accepted=sum(r.accepted for r in rounds),
-        emitted=sum(r.emitted for r in rounds),
-        full=sum(r.accepted == lookahead for r in rounds),
-        at_position=[float(sum(r.accepted > i for r in rounds)) for i in range(lookahead)],
-    )
+    counts = RoundCounts.of_rounds(rounds, lookahead)
     proposed = sum(r.proposed for r in rounds)
     differences = []
     identical = compared = 0

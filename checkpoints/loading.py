@@ -76,7 +76,11 @@ def load_config(ref: ModelRef) -> Any:
     from transformers import AutoConfig
 
     with _one_error(ref):
-        return AutoConfig.from_pretrained(**ref.arguments())
+        config = AutoConfig.from_pretrained(**ref.arguments())
+        if ref.gguf and (head_dim := _gguf_head_dim(ref)):
+            # transformers leaves some families' default here, whatever the file says.
+            config.head_dim = head_dim
+        return config
 
 
 def load_tokenizer(ref: ModelRef) -> Any:
@@ -84,7 +88,8 @@ def load_tokenizer(ref: ModelRef) -> Any:
     from transformers import AutoTokenizer
 
     with _one_error(ref):
-        return AutoTokenizer.from_pretrained(**ref.arguments())
+        tokenizer = AutoTokenizer.from_pretrained(**ref.arguments())
+        return _as_in_gguf(tokenizer, ref) if ref.gguf else tokenizer
 
 
 def describe(config: Any, ref: ModelRef) -> tuple[Family, Shape]:
@@ -111,7 +116,10 @@ def load_model(ref: ModelRef, device: str | None = None, dtype: Any = None) -> A
     from transformers import AutoModelForCausalLM
 
     device = device or default_device()
-    arguments = ref.arguments() | {"dtype": dtype or working_dtype(device)}
+    arguments = ref.arguments() | {
+        "config": load_config(ref),
+        "dtype": dtype or working_dtype(device),
+    }
     if ref.gguf:
         from transformers import GgufConfig
 
@@ -264,6 +272,40 @@ def _gguf(spec: str, path: Path) -> ModelRef:
             f"{spec}: cut off at {path.stat().st_size} of {end} bytes; get the file again"
         )
     return ModelRef(spec, path.parent, path.name)
+
+
+def _gguf_head_dim(ref: ModelRef) -> int | None:
+    from gguf import GGUFReader
+
+    fields = GGUFReader(ref.path).fields
+    field = fields.get(f"{fields['general.architecture'].contents()}.attention.key_length")
+    return int(field.contents()) if field else None
+
+
+def _as_in_gguf(tokenizer: Any, ref: ModelRef) -> Any:
+    """Undo the tokens that transformers' converter adds to a vocabulary that lacks its defaults.
+
+    An added token has no row in the model, and other runtimes refuse the pair (case A32).
+    """
+    from gguf import GGUFReader
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    fields = GGUFReader(ref.path).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    if len(tokenizer) <= len(tokens):
+        return tokenizer
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["added_tokens"] = [t for t in backend["added_tokens"] if t["id"] < len(tokens)]
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
+            special[f"{name}_token"] = tokens[field.contents()]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
+        chat_template=tokenizer.chat_template,
+        **special,
+    )
 
 
 def _folder(spec: str, path: Path) -> ModelRef:

@@ -9,7 +9,7 @@ divides, so that the split into micro-batches changes nothing (case A25).
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Least tail mass: what float16 log-probabilities can't tell from nothing.
 _TAIL_FLOOR = 1e-6
@@ -69,6 +69,35 @@ def total_variation(
     """
     p, q = _pair(logits_AV, top_ids_An, top_logprobs_An)
     return 0.5 * (p.exp() - q.exp()).abs().sum(), len(p)
+
+
+def cross_entropy(
+    logits_AV: Tensor, top_ids_An: Tensor, top_logprobs_An: Tensor
+) -> tuple[Tensor, int]:
+    """−log q at the target's likeliest token: what greedy acceptance depends on.
+
+    Arguments as `forward_kl`; positions whose likeliest token the head lacks count as zero.
+    """
+    likeliest = top_ids_An[:, 0]
+    total = nn.functional.cross_entropy(
+        logits_AV.float(), likeliest, ignore_index=-1, reduction="sum"
+    )
+    return total, len(top_ids_An)
+
+
+def mixed(loss: TopLoss, weight: float) -> TopLoss:
+    """(1 − weight) · loss + weight · cross-entropy."""
+    if not weight:
+        return loss
+
+    def mixture(
+        logits_AV: Tensor, top_ids_An: Tensor, top_logprobs_An: Tensor
+    ) -> tuple[Tensor, int]:
+        soft, tokens = loss(logits_AV, top_ids_An, top_logprobs_An)
+        hard, _ = cross_entropy(logits_AV, top_ids_An, top_logprobs_An)
+        return (1 - weight) * soft + weight * hard, tokens
+
+    return mixture
 
 
 LOSSES: dict[str, TopLoss] = {

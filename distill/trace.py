@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -51,6 +51,7 @@ from draftsmith.recipes.schema import DataSettings, Recipe, TraceSettings
 
 # A self-written batch that gave no usable prompt is tried again, but not for ever.
 _EMPTY_BATCHES = 3
+_POLL_SECONDS = 0.1
 
 
 @dataclass
@@ -96,6 +97,7 @@ class Writer:
         generator: torch.Generator,
         end: frozenset[int],
         top_n: int = 0,
+        on_step: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         """Continue every sample in place until an id of `end` or `max_new_tokens`.
 
@@ -106,6 +108,7 @@ class Writer:
             generator: source of the draws, on the model's device.
             end: ids that end a row; the id is part of it.
             top_n: likeliest tokens to keep at each position; 0 keeps none.
+            on_step: told how many tokens each step wrote.
         """
         device = self.model.device
         active = list(samples)
@@ -117,6 +120,7 @@ class Writer:
             ).float()
             tokens = _choose(logits_BV, [s.sampled for s in active], temperature, generator)
             _record(active, logits_BV, tokens, temperature, top_n)
+            on_step(len(active))
             going = [i for i, s in enumerate(active) if s.tokens[-1] not in end]
             if not going:
                 return
@@ -252,7 +256,13 @@ class Job:
         return cls(target, recipe.data, recipe.trace, recipe.seed, folder, recipe.dtype)
 
 
-def write_batch(writer: Writer, prompts: Prompts, job: Job, number: int) -> list[TraceRow]:
+def write_batch(
+    writer: Writer,
+    prompts: Prompts,
+    job: Job,
+    number: int,
+    on_step: Callable[[int], None] = lambda tokens: None,
+) -> list[TraceRow]:
     """The rows of one batch; empty when prompts have run out."""
     generator = torch.Generator(writer.model.device)
     generator.manual_seed((job.seed << 32) + number)
@@ -271,6 +281,7 @@ def write_batch(writer: Writer, prompts: Prompts, job: Job, number: int) -> list
         generator=generator,
         end=writer.stop_ids,
         top_n=settings.top_n,
+        on_step=on_step,
     )
     id_type = id_dtype(writer.vocabulary.size)
     return [s.row(id_type) for s in samples]
@@ -358,55 +369,87 @@ def worker_count(settings: TraceSettings) -> int:
     return 1 if default_device() != "cpu" else len(os.sched_getaffinity(0))
 
 
+class _Team:
+    """Worker processes, and what they tell: tokens as they come, batches when they are done."""
+
+    def __init__(self, job: Job, done: Sequence[int]) -> None:
+        """Start them. Spawned, not forked: a fork after torch has used its threads can hang."""
+        context = torch.multiprocessing.get_context("spawn")
+        self.finished, self.stop = context.SimpleQueue(), context.Event()
+        self.written = context.Value("q", 0)
+        workers = worker_count(job.trace)
+        self.processes = [
+            context.Process(
+                target=_worker,
+                args=(job, i, workers, done, self.finished, self.written, self.stop),
+                daemon=True,
+            )
+            for i in range(workers)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def active(self) -> bool:
+        """Whether there is still something to hear."""
+        return any(p.is_alive() for p in self.processes) or not self.finished.empty()
+
+    def end(self) -> None:
+        """End all of them, whatever they are doing."""
+        self.stop.set()
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join()
+
+
 def _run_workers(job: Job, done: dict[int, int], progress: Progress) -> None:
     """Run workers until the store has its tokens or prompts run out; fills `done`."""
-    # Spawned, not forked: a fork after torch has used its threads can hang.
-    context = torch.multiprocessing.get_context("spawn")
-    workers = worker_count(job.trace)
-    finished = context.SimpleQueue()
-    stop = context.Event()
-    processes = [
-        context.Process(
-            target=_worker, args=(job, i, workers, sorted(done), finished, stop), daemon=True
-        )
-        for i in range(workers)
-    ]
-    for process in processes:
-        process.start()
+    team, shown = _Team(job, sorted(done)), 0
     try:
-        while any(p.is_alive() for p in processes) or not finished.empty():
-            if finished.empty():
-                time.sleep(0.05)
+        while team.active():
+            progress.update(team.written.value - shown)
+            shown = team.written.value
+            if team.finished.empty():
+                time.sleep(_POLL_SECONDS)
                 continue
-            number, tokens, problem = finished.get()
+            number, tokens, problem = team.finished.get()
             if problem:
                 raise DraftsmithError(f"{job.target.spec}: a trace worker failed: {problem}")
             if tokens:
                 done[number] = tokens
-                progress.update(tokens)
             if _enough(done, job.trace.tokens):
                 # What is in hand would be thrown away.
                 return
-        if failed := [p.exitcode for p in processes if p.exitcode]:
+        if failed := [p.exitcode for p in team.processes if p.exitcode]:
             raise DraftsmithError(
                 f"a trace worker was ended from outside (exit code {failed[0]}; out of memory?); "
                 "lower trace.batch or trace.workers, then start the same command again"
             )
     finally:
-        stop.set()
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join()
+        team.end()
 
 
 def _worker(
-    job: Job, worker: int, workers: int, done: Sequence[int], finished: Any, stop: Event
+    job: Job,
+    worker: int,
+    workers: int,
+    done: Sequence[int],
+    finished: Any,
+    written: Any,
+    stop: Event,
 ) -> None:
     """Write every `workers`-th batch that is not done yet; reports (number, tokens, problem)."""
     # Ctrl-C is the parent's business; it ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
+
+    def count(tokens: int) -> None:
+        # A parent that was killed can't say stop.
+        if os.getppid() != parent:
+            os._exit(1)
+        with written.get_lock():
+            written.value += tokens
+
     try:
         quiet_transformers()
         # One thread each: several small processes do better than threads that wait for each other.
@@ -417,12 +460,11 @@ def _worker(
         writer = Writer(load_model(job.target, dtype=dtype), tokenizer)
         empty = 0
         for number in itertools.count(worker, workers):
-            # A parent that was killed can't say stop.
-            if stop.is_set() or os.getppid() != parent:
+            if stop.is_set():
                 return
             if number in done:
                 continue
-            rows = write_batch(writer, prompts, job, number)
+            rows = write_batch(writer, prompts, job, number, count)
             if rows:
                 write_shard(job.folder, number, rows)
             finished.put((number, sum(len(r.answer) for r in rows), ""))

@@ -19,7 +19,7 @@ from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import TorchEngine, freeze_all_but
-from draftsmith.distill.losses import LOSSES, TopLoss
+from draftsmith.distill.losses import LOSSES, TopLoss, mixed
 from draftsmith.recipes.schema import DistillSettings
 
 # The lookahead at which held-out traces are replayed while training.
@@ -113,7 +113,10 @@ def distill(
     stream = BatchStream(train, settings.batch, settings.max_length, seed)
     head_weight = model.get_output_embeddings().weight
     head = HeadLoss.over_commonest(
-        LOSSES[settings.loss], train, len(head_weight), settings.vocab_limit
+        mixed(LOSSES[settings.loss], settings.cross_entropy),
+        train,
+        len(head_weight),
+        settings.vocab_limit,
     )
     parameters = trainable_parameters(model, family, settings.train)
     engine = _engine(parameters, settings, state)
@@ -158,6 +161,7 @@ def _engine(
         lr=settings.lr,
         betas=(0.9, 0.95),
         weight_decay=settings.weight_decay,
+        fused=True,
     )
     scheduler = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, settings.warmup, settings.steps, min_lr_rate=FINAL_LR

@@ -159,7 +159,6 @@ def applied(model: Any, family: Family, shape: Shape, masks: Masks) -> Iterator[
         def after(name: str, hook: Callable[..., Any]) -> None:
             stack.callback(modules[name].register_forward_hook(hook).remove)
 
-        hidden = masks.get("hidden")
         for layer in range(shape.layers):
             if (heads := _head_mask(masks, layer, shape)) is not None:
                 before(names.attention_out.format(layer=layer), _scale_input(heads))
@@ -168,19 +167,24 @@ def applied(model: Any, family: Family, shape: Shape, masks: Masks) -> Iterator[
             block = names.block.format(layer=layer)
             if "layers" in masks and not _skipped(stack, modules[block], masks["layers"][layer]):
                 after(block, _scale_addition(masks["layers"][layer]))
-            if hidden is not None:
-                after(block, _scale_output(hidden))
-                for norm in names.norms:
-                    after(norm.format(layer=layer), _norm_of_kept(hidden))
-        if hidden is not None:
-            after(names.embedding, _scale_output(hidden))
-            after(names.final_norm, _norm_of_kept(hidden))
+        if (hidden := masks.get("hidden")) is not None:
+            # The residual stream is read through norms alone: masked there, it is masked.
+            for norm in _residual_norms(family, shape):
+                before(norm, _scale_input(hidden))
+                after(norm, _norm_of_kept(hidden))
         yield
 
 
 def _top(values: Tensor, count: int) -> tuple[int, ...]:
     order = torch.sort(values, descending=True, stable=True).indices[:count]
     return tuple(sorted(order.tolist()))
+
+
+def _residual_norms(family: Family, shape: Shape) -> Iterator[str]:
+    for layer in range(shape.layers):
+        for norm in family.modules.norms:
+            yield norm.format(layer=layer)
+    yield family.modules.final_norm
 
 
 def _head_mask(masks: Masks, layer: int, shape: Shape) -> Tensor | None:
@@ -203,7 +207,7 @@ def _skipped(stack: ExitStack, block: nn.Module, z: Tensor) -> bool:
     """
     if z.device.type != "cpu" or float(z.detach()) != 0.0:
         return False
-    block.forward = lambda hidden_states, *args, **kwargs: hidden_states  # type: ignore[method-assign]
+    block.forward = lambda hidden_states, *args, **kwargs: hidden_states
     stack.callback(lambda: delattr(block, "forward"))
     return True
 
@@ -211,13 +215,6 @@ def _skipped(stack: ExitStack, block: nn.Module, z: Tensor) -> bool:
 def _scale_input(z: Tensor) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0] * z.to(args[0].dtype), *args[1:])
-
-    return hook
-
-
-def _scale_output(z: Tensor) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output * z.to(output.dtype)
 
     return hook
 
@@ -234,8 +231,8 @@ def _scale_addition(z: Tensor) -> Callable[..., Any]:
 def _norm_of_kept(z: Tensor) -> Callable[..., Any]:
     """Correct an RMS norm that divided by the full width: only kept dimensions count.
 
-    The masked input is zero elsewhere, so its sum of squares is right and only the divisor and
-    epsilon's weight are not.
+    The masked input is zero elsewhere, so its sum of squares is right; the divisor, and with it
+    epsilon's weight, is not.
     """
 
     def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -244,6 +241,6 @@ def _norm_of_kept(z: Tensor) -> Callable[..., Any]:
         squares = x.square().sum(-1, keepdim=True)
         wrong = (squares / x.shape[-1] + epsilon).rsqrt()
         right = (squares / z.float().sum() + epsilon).rsqrt()
-        return output * (right / wrong).to(output.dtype) * z.to(output.dtype)
+        return output * (right / wrong).to(output.dtype)
 
     return hook

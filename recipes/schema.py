@@ -160,6 +160,13 @@ class DistillSettings:
         Literal["forward_kl", "reverse_kl", "total_variation"],
         Field(description="distance between the target's and the drafter's distributions"),
     ] = "forward_kl"
+    cross_entropy: Annotated[
+        Share,
+        Field(
+            description="share of the loss that is cross-entropy on the target's likeliest token, "
+            "which alone counts in greedy decoding"
+        ),
+    ] = 0.0
     steps: Annotated[PositiveInt, Field(description="optimizer steps")] = 600
     batch: Annotated[PositiveInt, Field(description="rows a micro-batch")] = 8
     accumulate: Annotated[PositiveInt, Field(description="micro-batches a step")] = 1

@@ -17,11 +17,17 @@ from draftsmith.checkpoints.slicing import template_of
 from draftsmith.data.files import write_file
 from draftsmith.errors import DraftsmithError, RequestError
 
-# llama.cpp splits text by a named rule before merging; these are the names of the rules of
-# tokenizer.json that can be told apart by their steps.
+# llama.cpp splits text by a named rule before merging. These are the names of the rules of
+# tokenizer.json that it knows, by their steps; a Split is told by its expression.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _PRE_TOKENIZERS = {
     ("ByteLevel",): "gpt-2",
     ("Digits", "ByteLevel"): "smollm",
+    (_WORDS % r"\p{N}", "ByteLevel"): "qwen2",
+    (_WORDS % r"\p{N}{1,3}", "ByteLevel"): "llama-bpe",
 }
 
 
@@ -55,6 +61,7 @@ def check_exportable(model: Any, family: Family, tensor_type: str) -> Shape:
 
     if family.gguf is None:
         raise RequestError(f"export gguf: family {family.name} has no GGUF architecture here")
+    _refuse_sliding_window(model.config)
     shape = shape_of(model.config, family)
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor_type]][0]
     for name, tensor in model.state_dict().items():
@@ -71,6 +78,15 @@ def check_exportable(model: Any, family: Family, tensor_type: str) -> Shape:
                 f"in blocks of {block}; use export.gguf_type: F16 or F32"
             )
     return shape
+
+
+def _refuse_sliding_window(config: Any) -> None:
+    window = getattr(config, "sliding_window", None)
+    if window and window < config.max_position_embeddings:
+        raise RequestError(
+            f"export gguf: attention windows (here of {window} tokens) are not written; export hf "
+            "instead"
+        )
 
 
 def _write(
@@ -218,7 +234,11 @@ def _write_special_tokens(writer: Any, tokenizer: Any) -> None:
 
 def _pre_tokenizer(backend: dict[str, Any], target: ModelRef) -> str:
     pre = backend.get("pre_tokenizer") or {}
-    steps = tuple(s["type"] for s in pre.get("pretokenizers", [pre]) if s)
+    steps = tuple(
+        s["pattern"].get("Regex", "") if s["type"] == "Split" else s["type"]
+        for s in pre.get("pretokenizers", [pre])
+        if s
+    )
     if steps not in _PRE_TOKENIZERS:
         raise RequestError(
             f"export gguf: {target.spec} splits text by {' + '.join(steps) or 'nothing'}, for "

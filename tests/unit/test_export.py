@@ -1,0 +1,177 @@
+"""Exports load where they should and compute what was meant."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.checkpoints.export import export_drafter, gguf, hf
+from draftsmith.checkpoints.families import families
+from draftsmith.checkpoints.loading import load_model, load_tokenizer, resolve
+from draftsmith.errors import DraftsmithError, RequestError
+from tests.conftest import TINY_VOCAB, make_model, make_tokenizer
+
+# GGUF has no windows for these families, and mistral's default is one.
+NO_WINDOW = {"sliding_window": None}
+# Within the tiny alphabet; tests/e2e/test_real.py tries the rest on a real tokenizer.
+HARD = ["how many", "  two  spaces", "a\n\nb", "<s>user</s>", ". ?", ""]
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(3, TINY_VOCAB, (1, 24), generator=torch.Generator().manual_seed(1))
+
+
+def export_gguf(
+    model: Any, save: Callable[..., Path], tmp_path: Path, kind: str = "F32", tokenizer: Any = None
+) -> Path:
+    target = resolve(str(save(model, tokenizer)))
+    path = tmp_path / "drafter.gguf"
+    gguf.export(model, families()[model.config.model_type], target, path, kind)
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"head_dim": 6, "hidden_size": 40},
+        {"num_key_value_heads": 4},
+    ],
+    ids=str,
+)
+def test_gguf_shapes_and_logits(
+    family_name: str, changes: dict[str, Any], save: Callable[..., Path], tmp_path: Path
+) -> None:
+    from gguf import GGUFReader
+
+    model = make_model(family_name, **(NO_WINDOW | changes))
+    path = export_gguf(model, save, tmp_path)
+    tensors = {t.name: t for t in GGUFReader(path).tensors}
+    config = model.config
+    assert tensors["token_embd.weight"].shape.tolist() == [config.hidden_size, TINY_VOCAB]
+    assert tensors["blk.3.ffn_down.weight"].shape.tolist() == [64, config.hidden_size]
+    assert ("output.weight" in tensors) == (not config.tie_word_embeddings)
+    again = load_model(resolve(str(path)))
+    with torch.inference_mode():
+        difference = (again(input_ids=ids()).logits - model(input_ids=ids()).logits).abs().max()
+    assert difference <= 1e-4
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_gguf_packed_types_stay_close(kind: str, save: Callable[..., Path], tmp_path: Path) -> None:
+    model = make_model()
+    path = export_gguf(model, save, tmp_path, kind)
+    again = load_model(resolve(str(path)))
+    with torch.inference_mode():
+        a, b = again(input_ids=ids()).logits, model(input_ids=ids()).logits
+    assert 0 < (a - b).abs().max() < 0.1 * b.abs().max()
+
+
+def test_widths_that_a_type_cannot_pack_are_refused(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=r"Q8_0 can't pack in blocks of 32.*F16 or F32"):
+        export_gguf(make_model(intermediate_size=40), save, tmp_path, "Q8_0")
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_windows_are_refused(save: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"windows \(here of 8 tokens\) are not written"):
+        export_gguf(make_model("mistral", sliding_window=8), save, tmp_path)
+
+
+def test_A17_uneven_layers_are_refused_by_name(save: Callable[..., Path], tmp_path: Path) -> None:
+    """FFN widths [64, 48, 64, 64] can't become a GGUF; the layer is named."""
+    model = make_model()
+    mlp = model.model.layers[1].mlp
+    for name in ("gate_proj", "up_proj"):
+        setattr(mlp, name, torch.nn.Linear(32, 48, bias=False))
+    mlp.down_proj = torch.nn.Linear(48, 32, bias=False)
+    with pytest.raises(DraftsmithError, match=r"layers\.1\.mlp\.\w+\.weight is \(48, 32\)"):
+        gguf.export(
+            model, families()["llama"], resolve(str(save(make_model()))), tmp_path / "x.gguf", "F32"
+        )
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_A32_gguf_keeps_the_targets_tokenizer(save: Callable[..., Path], tmp_path: Path) -> None:
+    """Read back, it splits hard strings alike; a tokenizer of 97 for 96 rows is refused."""
+    path = export_gguf(make_model(), save, tmp_path)
+    ours, theirs = make_tokenizer(), load_tokenizer(resolve(str(path)))
+    for text in HARD:
+        assert (
+            ours(text, add_special_tokens=False)["input_ids"]
+            == theirs(text, add_special_tokens=False)["input_ids"]
+        )
+    assert theirs.eos_token_id == 2
+    assert theirs.chat_template == ours.chat_template
+    larger = make_tokenizer()
+    larger.add_tokens(["<extra>"] * 1 + [f"<extra{i}>" for i in range(TINY_VOCAB)])
+    with pytest.raises(RequestError, match="only 96 rows"):
+        export_gguf(make_model(seed=2), save, tmp_path, tokenizer=larger)
+
+
+def test_A32_a_gguf_targets_vocabulary_is_copied_field_by_field(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    from gguf import GGUFReader
+
+    first = export_gguf(make_model(), save, tmp_path)
+    target, drafter = resolve(str(first)), make_model(seed=1, num_hidden_layers=2)
+    second = tmp_path / "second.gguf"
+    gguf.export(drafter, families()["llama"], target, second, "F32")
+
+    def vocabulary(path: Path) -> dict[str, Any]:
+        fields = GGUFReader(path).fields
+        return {k: f.contents() for k, f in fields.items() if k.startswith("tokenizer.")}
+
+    assert vocabulary(first) == vocabulary(second)
+
+
+def test_A2_a_reordered_tokenizer_is_refused_before_weights(
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids 7 and 8 swapped: export stops before it loads a model."""
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1), name="drafter")
+    file = drafter / "tokenizer.json"
+    plain = json.loads(file.read_text())
+    vocab = plain["model"]["vocab"]
+    a, b = (next(s for s, i in vocab.items() if i == n) for n in (7, 8))
+    vocab[a], vocab[b] = 8, 7
+    file.write_text(json.dumps(plain))
+    monkeypatch.setattr(
+        "draftsmith.checkpoints.export.load_model", lambda *a: pytest.fail("weights were loaded")
+    )
+    with pytest.raises(RequestError, match=r"different tokenizers: id 7 is "):
+        export_drafter(resolve(str(drafter)), resolve(str(target)), tmp_path, ("hf",), "F32")
+
+
+def test_hf_folder_works_as_assistant_model(save: Callable[..., Path], tmp_path: Path) -> None:
+    """Loads with plain transformers and drafts in its own `generate`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target, drafter = make_model(), make_model(seed=1, num_hidden_layers=2)
+    parity = hf.export(drafter, resolve(str(save(target))), tmp_path / "hf")
+    assert parity.max_difference == 0.0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "hf").get_vocab() == make_tokenizer().get_vocab()
+    )
+    prompt = torch.tensor([[5, 6, 7]])
+    alone = target.generate(prompt, max_new_tokens=20, do_sample=False)
+    assisted = target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=loaded)
+    assert torch.equal(alone, assisted)
+
+
+def test_a_wrong_export_fails(
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the reordering of q and k the file loads but computes something else."""
+    monkeypatch.setattr(gguf, "_interleave", lambda array, head_dim: array)
+    with pytest.raises(DraftsmithError, match="read back, its logits differ"):
+        export_gguf(make_model(), save, tmp_path)

@@ -1,0 +1,180 @@
+"""Hard-concrete masks, their constraint, and learning them."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith.checkpoints.families import families
+from draftsmith.checkpoints.shape import Shape, shape_of
+from draftsmith.errors import DraftsmithError
+from draftsmith.prune import train
+from draftsmith.prune.lagrangian import Lagrangian
+from draftsmith.prune.masks import LearnableMasks, applied, probability_open, sample
+from draftsmith.recipes.schema import PruneSettings, ShapeSettings
+from tests.conftest import make_model
+from tests.unit.test_batches import trace_rows
+
+SHAPE = Shape(layers=4, kv_heads=2, heads_per_group=2, head_dim=8, ffn=64, hidden=32, vocab=96)
+
+
+def test_open_probability_is_that_of_the_draws() -> None:
+    """P(z ≠ 0) in closed form against many draws."""
+    for log_alpha in (-2.0, 0.0, 1.5):
+        noise = torch.rand(200_000, generator=torch.Generator().manual_seed(1))
+        z = sample(torch.full((200_000,), log_alpha), noise)
+        expected = float(probability_open(torch.tensor(log_alpha)))
+        assert float((z != 0).float().mean()) == pytest.approx(expected, abs=5e-3)
+        assert 0 <= float(z.min()) <= float(z.max()) <= 1
+
+
+@given(st.floats(0, 1))
+def test_noise_at_its_ends_gives_no_nan(u: float) -> None:
+    z = sample(torch.tensor([0.0, 4.6, -4.6]), torch.full((3,), u))
+    assert torch.isfinite(z).all()
+
+
+def test_a_hand_computed_draw() -> None:
+    """U = ½, log α = 0: s = ½, stretched to ½ · 1.2 − 0.1 = ½."""
+    assert float(sample(torch.zeros(()), torch.tensor(0.5))) == pytest.approx(0.5)
+
+
+def test_select_is_exact_and_breaks_ties_by_index() -> None:
+    masks = LearnableMasks(("layers", "kv_heads", "ffn"), SHAPE, init=0.0)
+    with torch.no_grad():
+        masks.log_alpha["layers"][3] = 1.0
+        masks.log_alpha["kv_heads"][0, 1] = 1.0
+    drafter = Shape(2, 1, 2, 8, 10, 32, 96)
+    selection = masks.select(SHAPE, drafter)
+    assert selection.layers == (0, 3)
+    assert selection.kv_heads == ((1,), (0,))
+    assert selection.ffn[0] == tuple(range(10))
+    assert selection.shape(SHAPE) == drafter
+
+
+def test_gradients_reach_every_open_mask() -> None:
+    model = make_model()
+    family = families()["llama"]
+    axes = ("layers", "kv_heads", "heads_per_group", "ffn", "hidden")
+    masks = LearnableMasks(axes, SHAPE, init=0.0)
+    # Noise at which every mask is strictly between 0 and 1.
+    z = {a: sample(masks.log_alpha[a], torch.full(masks.log_alpha[a].shape, 0.6)) for a in axes}
+    with applied(model, family, SHAPE, z):
+        model(input_ids=torch.arange(3, 20)[None]).logits.square().sum().backward()
+    for axis in axes:
+        assert (masks.log_alpha[axis].grad != 0).all(), axis
+
+
+def test_hooks_and_skipped_blocks_leave_no_trace() -> None:
+    model = make_model()
+    tokens = torch.arange(3, 20)[None]
+    before = model(input_ids=tokens).logits
+    with applied(model, families()["llama"], SHAPE, {"layers": torch.zeros(4)}):
+        assert not torch.allclose(model(input_ids=tokens).logits, before)
+    assert torch.equal(model(input_ids=tokens).logits, before)
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_skipping_a_closed_block_equals_computing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    tokens = torch.arange(3, 20)[None]
+    z = {"layers": torch.tensor([1.0, 0.0, 0.4, 0.0])}
+
+    def logits() -> torch.Tensor:
+        with applied(model, families()["llama"], SHAPE, z):
+            return model(input_ids=tokens).logits
+
+    skipped = logits()
+    monkeypatch.setattr("draftsmith.prune.masks._skipped", lambda *args: False)
+    assert torch.equal(skipped, logits())
+
+
+def test_lagrangian_pulls_towards_the_shape() -> None:
+    """With nothing else to lose, the expected count ends where it should."""
+    drafter = Shape(1, 2, 2, 8, 64, 32, 96)
+    masks = LearnableMasks(("layers",), SHAPE, init=2.0)
+    lagrangian = Lagrangian(("layers",), SHAPE, drafter, warmup=20)
+    optimizer = torch.optim.Adam(masks.parameters(), lr=0.1)
+    for step in range(120):
+        optimizer.zero_grad()
+        lagrangian.penalty(masks, step).backward()
+        optimizer.step()
+        masks.clamp()
+        lagrangian.ascend(masks, step, rate=1.0)
+    assert train.expected_counts(masks, SHAPE)["layers"] == pytest.approx(1.0, abs=0.3)
+    assert lagrangian.target("layers", 0) == 1.0
+    assert lagrangian.target("layers", 10) == pytest.approx(1 - 0.75 / 2)
+    assert lagrangian.target("layers", 99) == 0.25
+
+
+def learn(model: Any, folder: Path, steps: int = 8, **changes: Any) -> train.Pruning:
+    family = families()[model.config.model_type]
+    source = shape_of(model.config, family)
+    settings = PruneSettings(
+        shape=ShapeSettings(layers=2), steps=steps, warmup=2, batch=2, max_length=24, **changes
+    )
+    drafter = Shape(**{**vars(source), "layers": 2})
+    return train.learn_masks(
+        model, family, source, drafter, trace_rows(12), settings, seed=3, state=folder
+    )
+
+
+def test_learning_is_deterministic_and_weights_stay(tmp_path: Path) -> None:
+    model = make_model()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    a, b = learn(model, tmp_path / "a"), learn(model, tmp_path / "b")
+    assert a == b
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_masks_close_the_useless_layers(tmp_path: Path) -> None:
+    """Two blocks that add nothing are cut; the model's own text is the teacher."""
+    model = make_model(initializer_range=0.3)
+    with torch.no_grad():
+        for layer in (1, 2):
+            model.model.layers[layer].self_attn.o_proj.weight.zero_()
+            model.model.layers[layer].mlp.down_proj.weight.zero_()
+    family = families()["llama"]
+    source = shape_of(model.config, family)
+    settings = PruneSettings(
+        shape=ShapeSettings(layers=2), steps=60, warmup=30, batch=4, max_length=24, lambda_lr=2.0
+    )
+    result = train.learn_masks(
+        model,
+        family,
+        source,
+        Shape(**{**vars(source), "layers": 2}),
+        trace_rows(16, model=model),
+        settings,
+        seed=0,
+        state=tmp_path,
+    )
+    assert result.selection.layers == (0, 3)
+
+
+def test_A16_masks_that_have_not_converged_fail_with_numbers(tmp_path: Path) -> None:
+    """Or, where the recipe allows it, are cut to the exact shape."""
+    with pytest.raises(DraftsmithError, match=r"layers: \d\.\d\d expected, 2 wanted"):
+        learn(make_model(), tmp_path / "strict", steps=2, snap=False)
+    assert len(learn(make_model(), tmp_path / "snap", steps=2).selection.layers) == 2
+
+
+def test_position_baselines() -> None:
+    drafter = Shape(3, 2, 2, 8, 10, 32, 96)
+    source = Shape(30, 2, 2, 8, 64, 32, 96)
+    assert train.select_by_position("first", source, drafter).layers == (0, 1, 2)
+    uniform = train.select_by_position("uniform", source, drafter)
+    assert uniform.layers in {(0, 14, 29), (0, 15, 29)}
+    assert uniform.shape(source) == drafter
+
+
+def test_log_alpha_stays_in_bounds() -> None:
+    masks = LearnableMasks(("layers",), SHAPE, init=2.0)
+    with torch.no_grad():
+        masks.log_alpha["layers"].fill_(99.0)
+    masks.clamp()
+    assert float(masks.log_alpha["layers"].detach().max()) == pytest.approx(math.log(100))

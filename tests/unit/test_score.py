@@ -1,0 +1,224 @@
+"""The score: its figures, its form, its verdict."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.accept.latency import Latency, break_even_acceptance
+from draftsmith.accept.replay import RoundCounts
+from draftsmith.accept.score import Row, score_drafter
+from draftsmith.accept.table import render
+from draftsmith.checkpoints.loading import resolve
+from draftsmith.errors import RequestError
+from tests.conftest import make_model, make_tokenizer
+
+KEYS = [
+    "lookahead",
+    "rounds",
+    "proposed",
+    "accepted",
+    "emitted",
+    "accepted_per_round",
+    "emitted_per_round",
+    "acceptance_rate",
+    "per_position",
+    "t_draft_ms",
+    "t_verify_ms",
+    "t_ar_ms",
+    "speedup_predicted",
+    "speedup_measured",
+    "identical_tokens",
+    "compared_tokens",
+    "first_differences",
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"how many apples {i}", "domain": "ab"[i % 2]} for i in range(5)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def scored(target: Path, drafter: Path, prompts: Path, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "prompts": str(prompts),
+        "limit": None,
+        "decode_prompts": 3,
+        "max_new_tokens": 16,
+        "lookaheads": (2, 4),
+        "replay_lookahead": 4,
+    }
+    return score_drafter(resolve(str(target)), resolve(str(drafter)), **(arguments | changes))
+
+
+def test_form_and_figures(save: Callable[..., Path], prompts: Path) -> None:
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
+    score = scored(target, drafter, prompts, decode_prompts=None)
+    plain = json.loads(json.dumps(score.to_plain(), allow_nan=False))
+    for key in [
+        "schema",
+        "target",
+        "drafter",
+        "runtime",
+        "verify",
+        "lossless",
+        "temperature",
+        "dtype",
+        "batch",
+        "machine",
+        "decode",
+        "replay",
+        "by_domain",
+        "verdict",
+        "waterfall",
+        "quality",
+        "energy",
+    ]:
+        assert key in plain, key
+    assert plain["lossless"] is True
+    assert [r["lookahead"] for r in plain["decode"]] == [2, 4]
+    assert [r["lookahead"] for r in plain["replay"]] == [1, 2, 3, 4]
+    for row in plain["decode"] + plain["replay"]:
+        assert set(KEYS) <= set(row)
+        assert len(row["per_position"]) == row["lookahead"]
+    for row in plain["decode"]:
+        assert row["identical_tokens"] == row["compared_tokens"] == row["emitted"]
+        assert row["first_differences"] == []
+        # All prompts were decoded, so replay must have counted the very same rounds.
+        twin = plain["replay"][row["lookahead"] - 1]
+        for key in ("rounds", "accepted", "emitted", "per_position"):
+            assert row[key] == twin[key]
+        assert twin["proposed"] is None
+        assert twin["speedup_measured"] is None
+    assert set(plain["by_domain"]) == {"a", "b"}
+    parts = plain["waterfall"]
+    assert parts["draft_seconds"] > 0
+    assert parts["verify_seconds"] > 0
+    assert parts["overhead_seconds"] >= 0
+
+
+def test_the_target_as_its_own_drafter(save: Callable[..., Path], prompts: Path) -> None:
+    folder = save(make_model())
+    row = scored(folder, folder, prompts, lookaheads=(3,)).decode[0]
+    assert row.acceptance_rate == 1.0
+    assert row.per_position[0] > 0.7
+
+
+def test_A2_is_told_before_any_weight_is_loaded(
+    save: Callable[..., Path], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_tokenizer()
+    plain = json.loads(other.backend_tokenizer.to_str())
+    vocab = plain["model"]["vocab"]
+    a, b = (next(s for s, i in vocab.items() if i == n) for n in (7, 8))
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1), name="drafter")
+    vocab[a], vocab[b] = 8, 7
+    (drafter / "tokenizer.json").write_text(json.dumps(plain))
+    monkeypatch.setattr(
+        "draftsmith.accept.score.load_model", lambda *a: pytest.fail("weights were loaded")
+    )
+    with pytest.raises(RequestError) as error:
+        scored(target, drafter, prompts)
+    assert "id 7" in str(error.value)
+    assert repr(a) in str(error.value)
+    assert repr(b) in str(error.value)
+
+
+def test_a_wrong_drafter_shows_in_the_certificate(
+    save: Callable[..., Path], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier that keeps everything is found out."""
+    from draftsmith.accept import verify
+
+    monkeypatch.setattr(
+        verify, "greedy", lambda proposals, logits: verify.Verdict(len(proposals), 5)
+    )
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
+    score = scored(target, drafter, prompts)
+    assert score.lossless is False
+    assert score.decode[0].first_differences
+    assert score.decode[0].first_differences[0]["logit_gap"] > 0
+
+
+LATENCY = Latency(
+    ar=10e-3,
+    draft=2e-3,
+    draft_after_full=2.5e-3,
+    verify={3: 12e-3},
+    prefill_target=20e-3,
+    prefill_drafter=4e-3,
+)
+
+
+def test_cost_model_by_hand() -> None:
+    """Two texts, 60 tokens in 30 rounds of k = 3, 4 of them accepted whole."""
+    counts = RoundCounts(3, rounds=30, accepted=30, emitted=60, full=4)
+    alone = 2 * 20 + 60 * 10
+    together = 2 * (20 + 4) + 30 * (3 * 2 + 12) + 4 * 0.5
+    assert LATENCY.speedup(counts, texts=2) == pytest.approx(alone / together)
+    assert LATENCY.break_even(3) == pytest.approx(1.8)
+
+
+def test_break_even_acceptance() -> None:
+    alpha = break_even_acceptance(1.8, lookahead=3)
+    assert alpha is not None
+    assert 1 + alpha + alpha**2 + alpha**3 == pytest.approx(1.8)
+    assert break_even_acceptance(4.5, lookahead=3) is None
+    assert break_even_acceptance(0.5, lookahead=3) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_verdicts() -> None:
+    from draftsmith.accept.score import _verdict
+
+    def row(emitted: float, needed: float, predicted: float, measured: float | None) -> Row:
+        return Row(
+            lookahead=3,
+            rounds=10,
+            proposed=30,
+            accepted=5,
+            emitted=15,
+            accepted_per_round=0.5,
+            emitted_per_round=emitted,
+            acceptance_rate=0.2,
+            per_position=[0.3, 0.1, 0.1],
+            t_draft_ms=1,
+            t_verify_ms=12,
+            t_ar_ms=10,
+            break_even_emitted_per_round=needed,
+            break_even_acceptance=None,
+            speedup_predicted=predicted,
+            speedup_measured=measured,
+        )
+
+    pays = _verdict([row(2.0, 1.5, 1.3, 1.2)], [row(2.0, 1.5, 1.3, None)])
+    assert pays["drafting_pays"]
+    assert pays["text"].startswith("Draft with k = 3: 1.30 times")
+    weak = _verdict([row(1.2, 1.5, 0.8, 0.8)], [row(1.2, 1.5, 0.8, None)])
+    assert not weak["drafting_pays"]
+    assert "emits 1.20 tokens and costs 1.50 plain steps" in weak["text"]
+    slow = _verdict([row(1.2, 5.0, 0.3, 0.3)], [row(1.2, 5.0, 0.3, None)])
+    assert "more than the 4 tokens" in slow["text"]
+    # A flattering prediction alone is not enough.
+    assert not _verdict([row(2, 1.5, 1.3, 0.9)], [row(2, 1.5, 1.3, None)])["drafting_pays"]
+
+
+def test_table_fits_a_hundred_columns(save: Callable[..., Path], prompts: Path) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    folder = save(make_model())
+    out = StringIO()
+    Console(width=100, file=out).print(render(scored(folder, folder, prompts).to_plain()))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text.replace(str(folder), "")
+    assert "Identical to the target's own greedy output" in text
