@@ -42,7 +42,7 @@ SetOption = Annotated[
     typer.Option("-s", "--set", metavar="KEY=VALUE", help="override a key; may be repeated"),
 ]
 OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="the run's folder [default: runs/NAME]")
+    Path | None, typer.Option("--out", metavar="DIR", help="the run's folder; default: runs/NAME")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="show results and errors only")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
@@ -240,7 +240,7 @@ def compact(
         print(out)
 
 
-@recipes_app.command("list")
+@recipes_app.command("list", epilog="draftsmith recipes list")
 def list_recipes() -> None:
     """The shipped recipes, a line each."""
     with _session(quiet=False, debug=False):
@@ -255,7 +255,7 @@ def list_recipes() -> None:
         Console(width=100).print(table)
 
 
-@recipes_app.command("show")
+@recipes_app.command("show", epilog="draftsmith recipes show quickstart")
 def show_recipe(name: RecipeArgument) -> None:
     """Print a recipe as it is written, with its comments."""
     with _session(quiet=False, debug=False):
@@ -265,10 +265,10 @@ def show_recipe(name: RecipeArgument) -> None:
         print(locate(name).read_text(encoding="utf-8"), end="")
 
 
-@recipes_app.command("copy")
+@recipes_app.command("copy", epilog="draftsmith recipes copy quickstart mine.yaml")
 def copy_recipe(
     name: RecipeArgument,
-    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="default: NAME.yaml")] = None,
+    to: Annotated[Path | None, typer.Argument(metavar="FILE", help="default: NAME.yaml")] = None,
 ) -> None:
     """Copy a shipped recipe here, to change it."""
     with _session(quiet=False, debug=False):
@@ -278,15 +278,19 @@ def copy_recipe(
         path = to or Path(source.name)
         if path.exists():
             raise RequestError(f"{path}: is there already; give another name")
+        if not path.absolute().parent.is_dir():
+            raise RequestError(f"{path}: there is no folder {path.parent}; make it first")
         path.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
         print(path)
 
 
 def _open_run(recipe: str, settings: list[str] | None, out: Path | None) -> Any:
     from draftsmith.recipes.loading import load, locate
+
+    # First the recipe: a typo is told before anything heavy is imported.
+    loaded = load(recipe, settings or ())
     from draftsmith.recipes.run import Run
 
-    loaded = load(recipe, settings or ())
     return Run(loaded, out or Path("runs") / locate(recipe).stem)
 
 

@@ -193,8 +193,24 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(flags.split())
 
 
+# Settings of sampling and of beams with their neutral values; without do_sample or beams, any
+# other value makes transformers refuse to save.
+_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 50,
+    "typical_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+_BEAMS = {"early_stopping": False, "length_penalty": 1.0}
+_OUTPUTS = {"output_scores": None, "output_logits": None, "output_attentions": None}
+
+
 def repair_generation_config(model: Any) -> list[str]:
-    """Drop sampling settings that contradict `do_sample: false` (case A20).
+    """Drop generation settings that contradict each other (case A20).
 
     transformers refuses to save a model with them, which would lose a whole run at its end.
 
@@ -204,9 +220,15 @@ def repair_generation_config(model: Any) -> list[str]:
     config = model.generation_config
     if config is None or config.do_sample:
         return []
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "typical_p": 1.0, "min_p": None}
+    neutral: dict[str, Any] = dict(_SAMPLING)
+    if (config.num_beams or 1) == 1:
+        neutral |= _BEAMS
+    if not config.return_dict_in_generate:
+        neutral |= _OUTPUTS
     dropped = [
-        key for key, default in neutral.items() if getattr(config, key, None) not in (None, default)
+        key
+        for key, default in neutral.items()
+        if getattr(config, key, None) not in (None, False, default)
     ]
     for key in dropped:
         setattr(config, key, None)

@@ -101,14 +101,24 @@ def _from_heads(source: Shape, wanted: ShapeSettings) -> dict[str, int]:
         raise RequestError(
             "recipe.prune.shape.heads: give either heads or heads_per_group, not both"
         )
-    default = heads if source.heads_per_group == 1 else source.kv_heads
-    kv_heads = wanted.kv_heads or default
+    if wanted.kv_heads is not None and wanted.kv_heads > source.kv_heads:
+        raise RequestError(
+            f"recipe.prune.shape.kv_heads: {wanted.kv_heads} is not among "
+            f"{_legal(source.kv_heads)}, which the source has"
+        )
+    alone = source.heads_per_group == 1
+    kv_heads = wanted.kv_heads or (min(heads, source.heads) if alone else source.kv_heads)
     per_group, rest = divmod(heads, kv_heads)
-    if rest or per_group > source.heads_per_group or kv_heads > source.kv_heads:
-        legal = [kv_heads * m for m in range(1, source.heads_per_group + 1)]
+    if rest or not per_group or per_group > source.heads_per_group:
+        whole = alone and wanted.kv_heads is None
+        legal = (
+            _legal(source.heads)
+            if whole
+            else ", ".join(str(kv_heads * m) for m in range(1, source.heads_per_group + 1))
+        )
         raise RequestError(
             f"recipe.prune.shape.heads: {heads} query heads don't share {kv_heads} KV heads "
-            f"evenly; legal with {kv_heads} KV heads: {', '.join(map(str, legal))}"
+            f"evenly; legal {'here' if whole else f'with {kv_heads} KV heads'}: {legal}"
         )
     return {"kv_heads": kv_heads, "heads_per_group": per_group}
 

@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from draftsmith.data.corpus import read_rows
 from draftsmith.errors import RequestError
 
@@ -44,8 +46,20 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Ids of a chat up to where the assistant begins; special tokens are the template's alone."""
-    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    """Ids of a chat up to where the assistant begins; special tokens are the template's alone.
+
+    Raises:
+        RequestError: the template does not take these messages.
+    """
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+    except (TemplateError, TypeError, KeyError, AttributeError) as error:
+        raise RequestError(
+            f"the target's chat template does not take these messages ({error}); a message has "
+            "role and content"
+        ) from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
@@ -121,8 +135,11 @@ def read_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> list[Pr
     path = prompt_file(spec)
     counts: Counter[str] = Counter()
     prompts: list[Prompt] = []
-    for number, row in enumerate(read_rows(path, counts), start=1):
-        ids = _row_ids(row, tokenizer, place=f"{path}:{number}")
+    for number, row in read_rows(path, counts):
+        try:
+            ids = _row_ids(row, tokenizer)
+        except RequestError as error:
+            raise RequestError(f"{path}:{number}: {error}") from None
         if not ids:
             counts["no_prompt"] += 1
             continue
@@ -138,11 +155,11 @@ def read_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> list[Pr
     return prompts
 
 
-def _row_ids(row: dict[str, Any], tokenizer: Any, place: str) -> list[int]:
+def _row_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
     messages, prompt, text = row.get("messages"), row.get("prompt"), row.get("text")
     if isinstance(messages, list) and messages:
         if not has_chat(tokenizer):
-            raise RequestError(f"{place}: messages need a chat template, and the target has none")
+            raise RequestError("messages need a chat template, and the target has none")
         return encode_chat(tokenizer, messages)
     if isinstance(prompt, str) and prompt.strip():
         if has_chat(tokenizer):

@@ -7,6 +7,7 @@ alone; what cannot be used is skipped and counted, never fatal (cases A28, A29).
 import gzip
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,21 +38,24 @@ def corpus_files(paths: Sequence[str]) -> list[Path]:
     return found
 
 
-def read_rows(path: Path, counts: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one file that are JSON objects; count the others in `counts`."""
+def read_rows(path: Path, counts: Counter[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line number and content of the rows of one file that are JSON objects.
+
+    The others are counted in `counts`.
+    """
     if path.name.endswith(".parquet"):
-        yield from _parquet_rows(path)
+        yield from enumerate(_parquet_rows(path, counts), start=1)
         return
-    for line in _lines(path, counts):
+    for number, line in enumerate(_lines(path, counts), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             counts["not_json"] += 1
             continue
         if isinstance(row, dict):
-            yield row
+            yield number, row
         else:
             counts["not_an_object"] += 1
 
@@ -67,12 +71,14 @@ def read_texts(
         text_key: the field that holds the text.
     """
     for path in files:
-        for row in read_rows(path, counts):
+        for _, row in read_rows(path, counts):
             text = row.get(text_key)
             if not isinstance(text, str):
                 counts["no_text"] += 1
             elif not text.strip():
                 counts["empty_text"] += 1
+            elif not _is_unicode(text):
+                counts["not_unicode"] += 1
             else:
                 counts["rows"] += 1
                 yield text
@@ -96,10 +102,23 @@ def _is_data(path: Path) -> bool:
     return path.is_file() and path.name.endswith(SUFFIXES)
 
 
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    from datasets import load_dataset
+def _is_unicode(text: str) -> bool:
+    """JSON can hold half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
-    yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+
+def _parquet_rows(path: Path, counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    from datasets import load_dataset
+    from pyarrow import ArrowException
+
+    try:
+        yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    except ArrowException:
+        counts["damaged_files"] += 1
 
 
 def _lines(path: Path, counts: Counter[str]) -> Iterator[bytes]:
@@ -136,7 +155,7 @@ def _gzip_lines(file: BinaryIO, counts: Counter[str]) -> Iterator[bytes]:
         yield from gzip.GzipFile(fileobj=file)
     except EOFError:
         counts["truncated_files"] += 1
-    except (gzip.BadGzipFile, OSError):
+    except (gzip.BadGzipFile, zlib.error, OSError):
         counts["damaged_files"] += 1
 
 

@@ -79,14 +79,18 @@ def publish(partial: Path, final: Path) -> None:
 def new_folder(final: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name when all went well and vanishes otherwise."""
     partial = final.with_name(final.name + PARTIAL)
+    made = [p for p in partial.parents if not p.exists()]
     with storage(final):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     try:
         yield partial
         publish(partial, final)
-    finally:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        for parent in made:
+            parent.rmdir()
+        raise
 
 
 def sha256(path: Path) -> str:

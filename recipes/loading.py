@@ -17,6 +17,8 @@ from ruamel.yaml.error import YAMLError
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import Recipe
 
+REFERENCE_MARK = "## Every key"
+
 
 @cache
 def _adapter() -> TypeAdapter[Recipe]:
@@ -52,7 +54,11 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
         RequestError: naming the key, its value and what would be right.
     """
     path = locate(recipe)
-    data = _parse(path.read_text(encoding="utf-8"), place=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: a recipe is UTF-8 text ({error})") from None
+    data = _parse(text, place=str(path))
     if not isinstance(data, dict):
         raise RequestError(f"{path}: a recipe is a mapping of keys, not {type(data).__name__}")
     for override in overrides:
@@ -63,7 +69,13 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 def validate(data: Mapping[str, Any]) -> Recipe:
     """Check plain data against the schema."""
     try:
-        return _adapter().validate_json(json.dumps(data, default=_unsupported), strict=True)
+        text = json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"recipe: {error}; keys are words, values are numbers, words and lists"
+        ) from None
+    try:
+        return _adapter().validate_json(text, strict=True)
     except ValidationError as error:
         raise RequestError("\n".join(_explain(error, data))) from None
 
@@ -82,20 +94,20 @@ def _parse(text: str, place: str) -> Any:
         raise RequestError(f"{place}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _unsupported(value: Any) -> str:
-    return str(value)
-
-
 def _override(data: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise RequestError(f"-s {override}: write it as key=value, e.g. -s distill.lr=3e-5")
     *parents, last = key.split(".")
     node = data
-    for parent in parents:
-        child = node.setdefault(parent, {})
+    for depth, parent in enumerate(parents, start=1):
+        # A group without keys is written as nothing in YAML.
+        if node.get(parent) is None:
+            node[parent] = {}
+        child = node[parent]
         if not isinstance(child, dict):
-            raise RequestError(f"-s {override}: recipe.{parent} is a value, not a group of keys")
+            place = ".".join(["recipe", *parents[:depth]])
+            raise RequestError(f"-s {override}: {place} is a value, not a group of keys")
         node = child
     node[last] = _parse(value, place=f"-s {override}")
 
@@ -166,6 +178,15 @@ def reference() -> str:
 
     walk(Recipe, "")
     return "\n".join(lines) + "\n"
+
+
+def write_reference(path: str) -> None:
+    """Write docs/recipes.md: the text before the table stays, the table is made anew."""
+    file = Path(path)
+    before, mark, _ = file.read_text(encoding="utf-8").partition(REFERENCE_MARK)
+    if not mark:
+        raise RequestError(f"{path}: the line {REFERENCE_MARK!r} is missing")
+    file.write_text(f"{before}{mark}\n\n{reference()}", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -150,19 +150,13 @@ def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
     due = [s for s in chosen if provenance.read_key(run.out / s.folder) != keys[s.folder]]
     if not due:
         return False
+    _check_needs(run, due, keys)
     _set_up_torch(run.recipe.threads)
     shape = check(run)
     say(f"drafter: {shape}")
     with storage(run.out):
         run.out.mkdir(parents=True, exist_ok=True)
     for stage in due:
-        for needed in stage.needs:
-            if provenance.read_key(run.out / needed) != keys[needed]:
-                command = next(s.name for s in STAGES if s.folder == needed)
-                raise RequestError(
-                    f"{run.out / needed}: missing, or made with other settings; run "
-                    f"`draftsmith {command}` with the same recipe first, or `draftsmith run`"
-                )
         start = time.monotonic()
         with _output(run, stage, keys[stage.folder]) as partial:
             stage.work(run, partial)
@@ -177,6 +171,18 @@ def _set_up_torch(threads: int) -> None:
     quiet_transformers()
     if threads:
         torch.set_num_threads(threads)
+
+
+def _check_needs(run: Run, due: Sequence[Stage], keys: Mapping[str, str]) -> None:
+    """Refuse a stage whose inputs are neither there nor about to be made."""
+    coming = {stage.folder for stage in due}
+    for needed in (folder for stage in due for folder in stage.needs):
+        if needed not in coming and provenance.read_key(run.out / needed) != keys[needed]:
+            command = next(s.name for s in STAGES if s.folder == needed)
+            raise RequestError(
+                f"{run.out / needed}: missing, or made with other settings; run "
+                f"`draftsmith {command}` with the same recipe first, or `draftsmith run`"
+            )
 
 
 def stage_keys(run: Run) -> dict[str, str]:

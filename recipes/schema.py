@@ -175,9 +175,9 @@ class DistillSettings:
     ] = 256
     lr: Annotated[PositiveFloat, Field(description="peak learning rate (AdamW)")] = 1e-3
     warmup: Annotated[int, Field(ge=0, description="steps of linear warm-up")] = 20
-    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay of AdamW")] = (
-        0.01
-    )
+    weight_decay: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="decoupled weight decay of AdamW")
+    ] = 0.01
     clip: Annotated[PositiveFloat, Field(description="largest gradient norm")] = 1.0
     train: Annotated[
         Literal["layers", "all"],
@@ -230,10 +230,9 @@ class ScoreSettings:
 class ExportSettings:
     """The runtimes to write for."""
 
-    to: Annotated[tuple[Literal["hf", "gguf"], ...], Field(description="formats to write")] = (
-        "hf",
-        "gguf",
-    )
+    to: Annotated[
+        tuple[Literal["hf", "gguf"], ...], Field(min_length=1, description="formats to write")
+    ] = ("hf", "gguf")
     gguf_type: Annotated[
         Literal["F32", "F16", "Q8_0"], Field(description="tensor type of the GGUF")
     ] = "F32"

@@ -18,13 +18,13 @@ from draftsmith.recipes.loading import load
 from draftsmith.recipes.run import STAGES, Run, run_stages
 from tests.conftest import make_model
 
-ROOT = Path(__file__).resolve().parents[2]
+CLI = (sys.executable, "-m", "draftsmith.cli")
 
 
 def command(*arguments: object, cwd: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "draftsmith.cli", *map(str, arguments)],
+        [*CLI, *map(str, arguments)],
         cwd=cwd,
         env=environment,
         capture_output=True,
@@ -136,9 +136,7 @@ def test_killed_and_resumed_equals_left_alone(
     assert straight.returncode == 0, straight.stderr
     process = subprocess.Popen(
         [
-            sys.executable,
-            "-m",
-            "draftsmith.cli",
+            *CLI,
             "run",
             str(tiny_recipe),
             *settings,
@@ -166,8 +164,13 @@ def test_interrupt_exits_130_and_leaves_nothing_under_a_final_name(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "draftsmith.cli", "trace", str(tiny_recipe)]
-        + ["-s", "trace.tokens=100000"],
+        [
+            *CLI,
+            "trace",
+            str(tiny_recipe),
+            "-s",
+            "trace.tokens=100000",
+        ],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,

@@ -252,7 +252,7 @@ def test_folders_are_searched_deeply_and_sorted(tmp_path: Path) -> None:
 def test_rows_keep_all_fields(tmp_path: Path) -> None:
     row = {"text": "a", "id": 3, "meta": {"x": [1]}}
     (tmp_path / "a.jsonl").write_bytes(jsonl([row]))
-    assert list(read_rows(tmp_path / "a.jsonl", Counter())) == [row]
+    assert list(read_rows(tmp_path / "a.jsonl", Counter())) == [(1, row)]
 
 
 # --- datasets

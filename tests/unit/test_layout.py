@@ -21,6 +21,9 @@ ORDER = ("cli", "recipes", "prune", "distill", "accept", "checkpoints", "data")
 FOR_ALL = {"draftsmith", "draftsmith.errors", "draftsmith.recipes.schema"}
 # Names of other projects that contain a family's.
 RUNTIMES = re.compile(r"llama\.cpp|xllamacpp|LlamaFileType")
+# A table of the names that llama.cpp gave to rules of splitting text, after the first model that
+# used each; they are values of a GGUF key and say nothing of the model at hand.
+RUNTIME_TABLE = "_PRE_TOKENIZERS"
 OTHER_FAMILIES = {"gemma", "gemma2", "gemma3", "t5", "bart", "marian", "whisper", "qwen"}
 
 
@@ -121,6 +124,9 @@ def code_words(source: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and ast.get_docstring(node, clean=False) is not None
     }
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == RUNTIME_TABLE:
+            texts |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     kinds = {tokenize.NAME, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in kinds or (token.type == tokenize.STRING and token.start[0] in texts):
@@ -169,6 +175,7 @@ def test_no_code_asks_for_the_family(file: Path) -> None:
         ("T5Model", {"t5"}),
         ('"""Llama in a docstring."""\nx = 1  # bart', set()),
         ("class A:\n    '''As\n    whisper does.'''\n", set()),
+        ("_PRE_TOKENIZERS = {\n    ('a',): 'qwen2',\n}\nx = 'mistral'", {"mistral"}),
         ("print('for llama.cpp', gguf.LlamaFileType)", set()),
     ],
 )
