@@ -27,9 +27,10 @@ class CachedModel:
         """Forget everything."""
         from transformers import DynamicCache
 
-        self._cache = DynamicCache(config=self.model.config)
-        # Sliding-window layers drop what they no longer need, unless told that we may go back.
-        self._cache.activate_past_recording()
+        # Without the config every layer keeps all of its keys, sliding windows too (the mask still
+        # hides them): a windowed layer forgets what a rejected draft makes us go back to, and
+        # transformers 5.17 builds its mask for fewer keys than it returns while it records.
+        self._cache = DynamicCache()
 
     @property
     def length(self) -> int:

@@ -1,12 +1,14 @@
 """Do a target and a drafter belong together? One check, used before any weight is loaded."""
 
+import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import RequestError
+
+if TYPE_CHECKING:
+    # A finished run is recognised without importing torch.
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,12 @@ class SharedVocabulary:
     size: int
     holes: tuple[int, ...] = ()
 
-    def restrict(self, logits_V: Tensor) -> Tensor:
+    def restrict(self, logits_V: "Tensor") -> "Tensor":
         """Logits [..., V] -> [..., size], with -inf at the holes."""
         logits = logits_V[..., : self.size]
         if self.holes:
             logits = logits.clone()
-            logits[..., list(self.holes)] = -torch.inf
+            logits[..., list(self.holes)] = -math.inf
         return logits
 
 

@@ -63,12 +63,11 @@ class Progress:
     def _line(self, note: str) -> None:
         seconds = time.monotonic() - self._start
         rate = (self._done - self._first) / seconds if seconds else 0.0
-        left = (self._total - self._done) / rate if rate else 0.0
-        tail = f", {note}" if note else ""
-        say(
-            f"{self._name}: {self._done}/{self._total} {self._unit}, "
-            f"{rate:.1f} {self._unit}/s, {max(0.0, left):.0f} s left{tail}"
-        )
+        parts = [f"{self._name}: {self._done}/{self._total} {self._unit}"]
+        if rate:
+            left = max(0.0, (self._total - self._done) / rate)
+            parts += [f"{rate:.1f} {self._unit}/s", f"{left:.0f} s left"]
+        say(", ".join([*parts, note] if note else parts))
 
     def __enter__(self) -> "Progress":
         """Use as a context."""

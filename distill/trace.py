@@ -7,6 +7,7 @@ killed run loses at most the batches in hand, and the number of workers changes 
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -439,8 +440,9 @@ def _worker(
     stop: Event,
 ) -> None:
     """Write every `workers`-th batch that is not done yet; reports (number, tokens, problem)."""
-    # Ctrl-C is the parent's business; it ends the workers.
+    # Ctrl-C is the parent's business; it ends the workers, which then tidy up behind themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     parent = os.getppid()
 
     def count(tokens: int) -> None:

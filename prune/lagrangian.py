@@ -19,13 +19,29 @@ class Lagrangian:
         multipliers: axis -> [λ₁, λ₂].
     """
 
-    bound = 100.0
+    bound = 1000.0
 
-    def __init__(self, axes: tuple[Axis, ...], source: Shape, drafter: Shape, warmup: int) -> None:
-        """Constrain `axes` to the counts of `drafter`, fully after `warmup` steps."""
+    def __init__(
+        self,
+        axes: tuple[Axis, ...],
+        source: Shape,
+        drafter: Shape,
+        warmup: int,
+        quadratic: float = 0.0,
+    ) -> None:
+        """Constrain `axes` to the counts of `drafter`, fully after `warmup` steps.
+
+        Args:
+            axes: those that are cut.
+            source: the shape that is cut.
+            drafter: the shape to reach.
+            warmup: steps over which the wanted share falls.
+            quadratic: where λ₂ starts. Large, it makes the count follow at once and damps λ₁.
+        """
         self.shares = {axis: getattr(drafter, axis) / getattr(source, axis) for axis in axes}
         self.warmup = warmup
-        self.multipliers: dict[Axis, Tensor] = {axis: torch.zeros(2) for axis in axes}
+        start = torch.tensor([0.0, quadratic])
+        self.multipliers: dict[Axis, Tensor] = {axis: start.clone() for axis in axes}
 
     def target(self, axis: Axis, step: int) -> float:
         """The wanted share at a step."""

@@ -92,14 +92,18 @@ class LearnableMasks(nn.Module):
         for parameter in self.log_alpha.values():
             parameter.clamp_(-LOG_ALPHA_BOUND, LOG_ALPHA_BOUND)
 
-    def select(self, source: Shape, drafter: Shape) -> Selection:
+    def select(
+        self, source: Shape, drafter: Shape, layers: tuple[int, ...] | None = None
+    ) -> Selection:
         """The indices with the highest log alpha, exactly as many as the shape wants.
 
-        Ties are broken by index.
+        Ties are broken by index. `layers` fixes the kept layers from outside.
         """
         full = Selection.of_layers(source, range(source.layers))
         values = {axis: p.detach() for axis, p in self.log_alpha.items()}
-        layers = _top(values["layers"], drafter.layers) if "layers" in values else full.layers
+        if layers is None:
+            cut = "layers" in values
+            layers = _top(values["layers"], drafter.layers) if cut else full.layers
         kv_heads, heads, ffn = [], [], []
         for layer in layers:
             groups = (

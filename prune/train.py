@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.loading import autocast
@@ -13,18 +14,21 @@ from draftsmith.checkpoints.shape import Shape, changed_axes
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.progress import Progress, say
 from draftsmith.data.traces import TraceRow
-from draftsmith.distill.batches import BatchStream
+from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import TorchEngine, freeze_all_but
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.train import HeadLoss, hidden_at_answers, mean_over_step
 from draftsmith.errors import DraftsmithError
+from draftsmith.prune.exchange import Exchanged, Layers, exchange_layers
 from draftsmith.prune.lagrangian import Lagrangian
-from draftsmith.prune.masks import LearnableMasks, applied
+from draftsmith.prune.masks import LearnableMasks, Masks, applied, hard_masks
 from draftsmith.recipes.schema import PruneSettings
 
 # A count that is off by less than this is a matter of rounding.
 _CONVERGED = 0.5
 _SAVE_EVERY = 10
+# Rows on which sets of layers are compared.
+_EXCHANGE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,13 @@ class Pruning:
         selection: what is kept.
         expected: axis -> expected count when training ended (mean over layers).
         history: per step: loss, and the expected count of each axis.
+        exchanged: what exchanging layers changed, if it was asked for.
     """
 
     selection: Selection
     expected: dict[str, float]
     history: list[dict[str, float]]
+    exchanged: Exchanged | None = None
 
 
 def select_by_position(method: str, source: Shape, drafter: Shape) -> Selection:
@@ -57,6 +63,27 @@ def select_by_position(method: str, source: Shape, drafter: Shape) -> Selection:
         with torch.no_grad():
             masks.log_alpha["layers"][spread] = 1.0
     return masks.select(source, drafter)
+
+
+@dataclass(frozen=True)
+class MaskedLoss:
+    """Forward KL of the masked source against the target's traces."""
+
+    model: Any
+    family: Family
+    source: Shape
+    head: HeadLoss
+    weight: Tensor
+    dtype: torch.dtype
+
+    def __call__(self, masks: Masks, batch: Batch) -> Tensor:
+        """Mean over the batch's answer tokens with `masks` acting on the source."""
+        with (
+            applied(self.model, self.family, self.source, masks),
+            autocast(self.model, self.dtype),
+        ):
+            hidden_AH = hidden_at_answers(self.model, batch)
+            return mean_over_step(self.head(hidden_AH, self.weight, batch), batch.tokens)
 
 
 def learn_masks(
@@ -90,37 +117,75 @@ def learn_masks(
     axes = changed_axes(source, drafter)
     if not axes:
         return Pruning(Selection.of_layers(source, range(source.layers)), {}, [])
-    masks = LearnableMasks(axes, source, settings.init_log_alpha).to(model.device)
-    lagrangian = Lagrangian(axes, source, drafter, settings.warmup)
     freeze_all_but(model, ())
-    parameters = dict(masks.named_parameters())
-    engine = TorchEngine(
-        parameters, torch.optim.Adam(parameters.values(), lr=settings.mask_lr), state
-    )
-    history = _resume(engine, lagrangian)
+    head_weight = model.get_output_embeddings().weight
+    head = HeadLoss.over_commonest(forward_kl, rows, len(head_weight), settings.vocab_limit)
+    loss = MaskedLoss(model, family, source, head, head.weight(head_weight), dtype)
+    masks = LearnableMasks(axes, source, settings.init_log_alpha).to(model.device)
+    lagrangian = Lagrangian(axes, source, drafter, settings.warmup, settings.penalty)
     stream = BatchStream(rows, settings.batch, settings.max_length, seed)
-    head = HeadLoss(forward_kl)
-    weight = model.get_output_embeddings().weight
+    history = _train(masks, lagrangian, loss, stream, drafter, settings, seed=seed, state=state)
+    expected = expected_counts(masks, source)
+    _check_convergence(expected, drafter, snap=settings.snap)
+    selection, exchanged = masks.select(source, drafter), None
+    if settings.exchange and "layers" in axes:
+        exchanged = _exchange(masks, selection, loss, stream, drafter, settings)
+        selection = masks.select(source, drafter, exchanged.layers)
+    return Pruning(selection, expected, history, exchanged)
+
+
+def _train(
+    masks: LearnableMasks,
+    lagrangian: Lagrangian,
+    loss: MaskedLoss,
+    stream: BatchStream,
+    drafter: Shape,
+    settings: PruneSettings,
+    *,
+    seed: int,
+    state: Path,
+) -> list[dict[str, float]]:
+    """The training loop; returns loss and expected counts of every step."""
+    parameters = dict(masks.named_parameters())
+    optimizer = torch.optim.Adam(parameters.values(), lr=settings.mask_lr, betas=(0.9, 0.95))
+    engine = TorchEngine(parameters, optimizer, state)
+    history = _resume(engine, lagrangian)
+    device = loss.model.device
     with Progress("masks", settings.steps, "steps", done=engine.steps_done) as progress:
         while engine.steps_done < settings.steps:
             step = engine.steps_done
-            batch = stream[step].to(model.device)
-            z = masks.sample(_generator(seed, step, model.device))
-            with applied(model, family, source, z), autocast(model, dtype):
-                hidden_AH = hidden_at_answers(model, batch)
-                loss = mean_over_step(head(hidden_AH, weight, batch), batch.tokens)
-            engine.backward(loss + lagrangian.penalty(masks, step))
+            z = masks.sample(_generator(seed, step, device))
+            value = loss(z, stream[step].to(device))
+            engine.backward(value + lagrangian.penalty(masks, step))
             engine.step()
             masks.clamp()
             lagrangian.ascend(masks, step, settings.lambda_lr)
-            counts = expected_counts(masks, source)
-            history.append({"loss": float(loss.detach()), **counts})
+            history.append({"loss": float(value.detach()), **expected_counts(masks, loss.source)})
             if engine.steps_done % _SAVE_EVERY == 0 and engine.steps_done < settings.steps:
                 engine.save({"history": history, "multipliers": dict(lagrangian.multipliers)})
             progress.update(1, note=_note(history[-1], drafter))
-    expected = expected_counts(masks, source)
-    _check_convergence(expected, drafter, snap=settings.snap)
-    return Pruning(masks.select(source, drafter), expected, history)
+    return history
+
+
+def _exchange(
+    masks: LearnableMasks,
+    selection: Selection,
+    loss: MaskedLoss,
+    stream: BatchStream,
+    drafter: Shape,
+    settings: PruneSettings,
+) -> Exchanged:
+    """Polish the choice of layers on a fixed sample of rows."""
+    device = loss.model.device
+    sample = collate(stream.rows[:_EXCHANGE_ROWS], settings.max_length).to(device)
+
+    @torch.inference_mode()
+    def loss_of(layers: Layers) -> float:
+        hard = hard_masks(masks.select(loss.source, drafter, layers), loss.source)
+        z = {axis: value.to(device) for axis, value in hard.items() if axis in masks.axes}
+        return float(loss(z, sample))
+
+    return exchange_layers(selection.layers, loss.source.layers, loss_of, settings.exchange)
 
 
 @torch.no_grad()

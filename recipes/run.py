@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,16 +95,8 @@ class Run:
         return load_tokenizer(self.target)
 
     def folder(self, stage: str) -> Path:
-        """A finished stage's output.
-
-        Raises:
-            RequestError: it is not there yet.
-        """
-        path = self.out / stage
-        if provenance.read_key(path) is None:
-            command = next(s.name for s in STAGES if s.folder == stage)
-            raise RequestError(f"{path}: not there yet; `draftsmith {command}` makes it")
-        return path
+        """Where a stage's output is when it has been made."""
+        return self.out / stage
 
     @property
     def dtype(self) -> Any:
@@ -259,6 +251,8 @@ def _prune(run: Run, folder: Path) -> None:
         )
     else:
         result = Pruning(select_by_position(settings.method, source, shape), {}, [])
+    if result.exchanged is not None:
+        say(f"exchange: loss {result.exchanged.before:.2f} → {result.exchanged.after:.2f}")
     say(f"kept layers: {', '.join(map(str, result.selection.layers))}")
     save_model(compact_model(model, family, result.selection), run.target, folder)
     write_json(
@@ -269,6 +263,7 @@ def _prune(run: Run, folder: Path) -> None:
             "selection": result.selection.to_plain(),
             "expected": result.expected,
             "history": result.history,
+            "exchanged": None if result.exchanged is None else asdict(result.exchanged),
         },
     )
 

@@ -127,13 +127,34 @@ class PruneSettings:
     max_length: Annotated[
         PositiveInt, Field(description="tokens of a row, prompt included; longer rows are cut")
     ] = 192
-    mask_lr: Annotated[PositiveFloat, Field(description="learning rate of log alpha (Adam)")] = 0.3
+    vocab_limit: Annotated[
+        PositiveInt | None,
+        Field(description="as distill.vocab_limit, for the loss that the masks see"),
+    ] = None
+    mask_lr: Annotated[PositiveFloat, Field(description="learning rate of log alpha (Adam)")] = 0.25
     lambda_lr: Annotated[
         PositiveFloat, Field(description="rate of the gradient ascent on the multipliers")
-    ] = 0.3
+    ] = 50.0
+    penalty: Annotated[
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="where the quadratic multiplier starts; large, the expected count follows "
+            "the wanted one closely",
+        ),
+    ] = 300.0
     init_log_alpha: Annotated[
         float, Field(ge=-4.6, le=4.6, description="where every log alpha starts")
     ] = 2.0
+    exchange: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="most exchanges of a kept layer for a cut one that lowers the loss, after "
+            "the masks have chosen; 0: none",
+        ),
+    ] = 3
     snap: Annotated[
         bool,
         Field(

@@ -195,10 +195,15 @@ def test_store_refuses_a_shard_that_was_changed(
 
 
 def test_validation_rows_are_held_out(save: Callable[..., Path], tiny: Any, tmp_path: Path) -> None:
+    """Every row is on one side, equal rows on the same, greedy and sampled ones on both."""
     target = save(tiny)
-    recipe = recipe_for(target, trace={"validation_share": 0.25})
+    recipe = recipe_for(target, trace={"validation_share": 0.3, "tokens": 600})
     write_traces(recipe, resolve(str(target)), tmp_path)
     store = TraceStore(tmp_path)
     train, validation = store.rows("train"), store.rows("validation")
-    assert len(train) + len(validation) == sum(s.rows for s in store.shards)
-    assert len(validation) == (len(train) + len(validation)) // 4
+    total = sum(s.rows for s in store.shards)
+    assert len(train) + len(validation) == total
+    assert 0.1 < len(validation) / total < 0.5
+    assert {r.sampled for r in validation} == {True, False}
+    sides = [{r.tokens.tobytes() for r in rows} for rows in (train, validation)]
+    assert not sides[0] & sides[1]

@@ -1,0 +1,36 @@
+"""What every benchmark does: interleave, repeat, take medians, print one JSON line."""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from draftsmith.checkpoints import provenance
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of each variant, run in turn after one warm-up of each."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat in range(repeats + 1):
+        for name, work in variants.items():
+            start = time.perf_counter()
+            work()
+            if repeat:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, list[float]], over: str, under: str) -> dict[str, float]:
+    """Median of the ratios of neighbouring runs, with the smallest and largest."""
+    ratios = [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
+    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+
+
+def report(figures: dict[str, Any]) -> None:
+    """Print the figures, the versions and the machine as the last line."""
+    where = {"machine": provenance.machine(), "versions": provenance.versions()}
+    print(json.dumps({**figures, **where, "argv": sys.argv[1:]}))
