@@ -59,21 +59,12 @@ class Latency:
 
 
 def break_even_acceptance(emitted: float, lookahead: int) -> float | None:
-    """The chance of each proposal at which a round emits that many tokens on average.
+    """The acceptance rate (accepted / proposed) at which a round emits that many tokens.
 
-    Solves 1 + α + … + α^k = emitted (Leviathan et al. 2023, equation 1); none if even perfect
-    acceptance does not reach it.
+    A round emits what was accepted and one more. None if even perfect acceptance falls short.
     """
-    if emitted > lookahead + 1:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(middle**i for i in range(lookahead + 1)) < emitted:
-            low = middle
-        else:
-            high = middle
-    return high
+    rate = max(0.0, (emitted - 1) / lookahead)
+    return rate if rate <= 1 else None
 
 
 @torch.inference_mode()

@@ -64,7 +64,7 @@ def _cells(row: Plain, how: str) -> list[str]:
         _number(row["emitted_per_round"]),
         _number(row["break_even_emitted_per_round"]),
         _percent(row["acceptance_rate"]),
-        _percent(row["break_even_acceptance"]),
+        ">100%" if row["break_even_acceptance"] is None else _percent(row["break_even_acceptance"]),
         f"{row['t_verify_ms']:.1f}",
         _number(row["speedup_predicted"]),
         _number(row["speedup_measured"]),

@@ -145,9 +145,23 @@ def _choose(
     tokens = logits_BV.argmax(-1)
     if any(sampled):
         rows = torch.tensor([i for i, s in enumerate(sampled) if s], device=tokens.device)
-        probabilities = (logits_BV[rows] / temperature).softmax(-1)
-        tokens[rows] = probabilities.multinomial(1, generator=generator)[:, 0]
+        tokens[rows] = _draw((logits_BV[rows] / temperature).softmax(-1), generator)
     return tokens
+
+
+def _draw(probabilities_BV: Tensor, generator: torch.Generator) -> Tensor:
+    """One draw a row by inverting the distribution function.
+
+    On a CPU, `multinomial` takes a fifth of a whole decoding step at 50,000 tokens.
+    """
+    cumulative = probabilities_BV.double().cumsum(-1)
+    total = cumulative[:, -1:]
+    u = torch.rand(total.shape, generator=generator, device=total.device, dtype=total.dtype)
+    if not torch.isfinite(total).all():
+        raise DraftsmithError("the target's logits are not numbers; its weights are damaged")
+    # right: tokens of probability 0 are stepped over.
+    index = torch.searchsorted(cumulative, u * total, right=True)[:, 0]
+    return index.clamp_max(probabilities_BV.shape[-1] - 1)
 
 
 def _record(
@@ -474,4 +488,5 @@ def _worker(
             if empty and (job.data.source != "self" or empty == _EMPTY_BATCHES):
                 return
     except Exception as error:  # told to the parent, which raises it
-        finished.put((-1, 0, f"{type(error).__name__}: {error}"))
+        name = "" if isinstance(error, DraftsmithError) else f"{type(error).__name__}: "
+        finished.put((-1, 0, f"{name}{error}"))

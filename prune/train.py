@@ -28,7 +28,7 @@ from draftsmith.recipes.schema import PruneSettings
 _CONVERGED = 0.5
 _SAVE_EVERY = 10
 # Rows on which sets of layers are compared.
-_EXCHANGE_ROWS = 16
+_EXCHANGE_ROWS = 12
 
 
 @dataclass(frozen=True)

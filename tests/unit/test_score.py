@@ -168,11 +168,11 @@ def test_cost_model_by_hand() -> None:
 
 
 def test_break_even_acceptance() -> None:
-    alpha = break_even_acceptance(1.8, lookahead=3)
-    assert alpha is not None
-    assert 1 + alpha + alpha**2 + alpha**3 == pytest.approx(1.8)
+    """2.5 tokens a round at k = 3 are 1.5 accepted of 3 proposed."""
+    assert break_even_acceptance(2.5, lookahead=3) == pytest.approx(0.5)
+    assert break_even_acceptance(4.0, lookahead=3) == 1.0
     assert break_even_acceptance(4.5, lookahead=3) is None
-    assert break_even_acceptance(0.5, lookahead=3) == pytest.approx(0.0, abs=1e-9)
+    assert break_even_acceptance(0.5, lookahead=3) == 0.0
 
 
 def test_verdicts() -> None:
