@@ -45,8 +45,25 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "threads": torch.get_num_threads(), "gpu": device}
 
 
-def write(folder: Path, *, key: str, settings: Any, inputs: dict[str, str], seed: int) -> None:
-    """Write `provenance.json`, the mark of a complete output."""
+def write(
+    folder: Path,
+    *,
+    key: str,
+    settings: Any,
+    inputs: dict[str, str],
+    seed: int,
+    passing: tuple[str, ...] = (),
+) -> None:
+    """Write `provenance.json`, the mark of a complete output.
+
+    Args:
+        folder: the output.
+        key: of everything that it depends on.
+        settings: the resolved recipe.
+        inputs: fingerprints of the files from outside.
+        seed: of what was drawn.
+        passing: files and folders that will be gone.
+    """
     write_json(
         folder / FILE,
         {
@@ -59,7 +76,7 @@ def write(folder: Path, *, key: str, settings: Any, inputs: dict[str, str], seed
             "files": sorted(
                 str(p.relative_to(folder))
                 for p in folder.rglob("*")
-                if p.is_file() and p.name != FILE
+                if p.is_file() and p.name != FILE and p.relative_to(folder).parts[0] not in passing
             ),
         },
     )

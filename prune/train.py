@@ -147,7 +147,8 @@ def _train(
 ) -> list[dict[str, float]]:
     """The training loop; returns loss and expected counts of every step."""
     parameters = dict(masks.named_parameters())
-    optimizer = torch.optim.Adam(parameters.values(), lr=settings.mask_lr, betas=(0.9, 0.95))
+    # Little momentum: it carries the masks past the constraint.
+    optimizer = torch.optim.Adam(parameters.values(), lr=settings.mask_lr, betas=(0.5, 0.95))
     engine = TorchEngine(parameters, optimizer, state)
     history = _resume(engine, lagrangian)
     device = loss.model.device

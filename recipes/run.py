@@ -3,8 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -129,6 +128,7 @@ def check(run: Run) -> Shape:
     check_tokenizer_rows(run.tokenizer, target_shape.vocab, run.recipe.target)
     if run.source != run.target:
         check_pair(run.tokenizer, load_tokenizer(run.source), target_shape.vocab, source.vocab)
+        check_tokenizer_rows(run.tokenizer, source.vocab, run.source.spec)
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
     read_prompts(run.recipe.score.prompts, run.tokenizer, run.recipe.score.limit)
@@ -150,8 +150,7 @@ def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
         run.out.mkdir(parents=True, exist_ok=True)
     for stage in due:
         start = time.monotonic()
-        with _output(run, stage, keys[stage.folder]) as partial:
-            stage.work(run, partial)
+        _do(run, stage, keys[stage.folder])
         run.seconds[stage.name] = time.monotonic() - start
         say(f"{stage.name}: {run.seconds[stage.name]:.0f} s → {run.out / stage.folder}")
     return True
@@ -196,32 +195,40 @@ def _fingerprints(run: Run, stage: Stage) -> dict[str, str]:
     return {name: fingerprint(path) for name, path in stage.inputs(run).items()}
 
 
-@contextmanager
-def _output(run: Run, stage: Stage, key: str) -> Iterator[Path]:
-    """A folder to fill, which gets its name and provenance when all went well.
+def _do(run: Run, stage: Stage, key: str) -> None:
+    """Fill a folder, which gets its name when all went well.
 
-    What an interrupted run with the same settings left is kept, so that the stage can go on.
+    What an interrupted run with the same settings left is kept, so that the stage can go on; if
+    it was killed after the work itself, only the name is missing.
     """
     final = run.out / stage.folder
     partial = final.with_name(final.name + PARTIAL)
-    with storage(partial):
-        mark = partial / _KEY
-        if not mark.is_file() or mark.read_text(encoding="utf-8") != key:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            write_text(mark, key)
-    yield partial
-    with storage(partial):
+    if provenance.read_key(partial) != key:
+        with storage(partial):
+            _prepare(partial, key)
+        stage.work(run, partial)
+        with storage(partial):
+            provenance.write(
+                partial,
+                key=key,
+                settings=to_plain(run.recipe),
+                inputs=_fingerprints(run, stage),
+                seed=run.recipe.seed,
+                passing=(_KEY, _STATE),
+            )
+    with storage(final):
         shutil.rmtree(partial / _STATE, ignore_errors=True)
-        (partial / _KEY).unlink()
-        provenance.write(
-            partial,
-            key=key,
-            settings=to_plain(run.recipe),
-            inputs=_fingerprints(run, stage),
-            seed=run.recipe.seed,
-        )
+        (partial / _KEY).unlink(missing_ok=True)
         publish(partial, final)
+
+
+def _prepare(partial: Path, key: str) -> None:
+    """Keep what belongs to `key`; clear away anything else."""
+    mark = partial / _KEY
+    if not mark.is_file() or mark.read_text(encoding="utf-8") != key:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_text(mark, key)
 
 
 def _traces(run: Run, folder: Path) -> None:
@@ -269,10 +276,13 @@ def _prune(run: Run, folder: Path) -> None:
 
 
 def _distill(run: Run, folder: Path) -> None:
+    import torch
+
     from draftsmith.distill.train import distill
 
     store = TraceStore(run.folder("traces"))
-    model = load_model(resolve(str(run.folder("pruned"))))
+    # Weights that learn are float32 everywhere; only products may be in less.
+    model = load_model(resolve(str(run.folder("pruned"))), dtype=torch.float32)
     family, _ = describe(model.config, run.source)
     curve = distill(
         model,

@@ -131,10 +131,10 @@ class PruneSettings:
         PositiveInt | None,
         Field(description="as distill.vocab_limit, for the loss that the masks see"),
     ] = None
-    mask_lr: Annotated[PositiveFloat, Field(description="learning rate of log alpha (Adam)")] = 0.25
+    mask_lr: Annotated[PositiveFloat, Field(description="learning rate of log alpha (Adam)")] = 0.15
     lambda_lr: Annotated[
         PositiveFloat, Field(description="rate of the gradient ascent on the multipliers")
-    ] = 50.0
+    ] = 20.0
     penalty: Annotated[
         float,
         Field(
@@ -143,7 +143,7 @@ class PruneSettings:
             description="where the quadratic multiplier starts; large, the expected count follows "
             "the wanted one closely",
         ),
-    ] = 300.0
+    ] = 1000.0
     init_log_alpha: Annotated[
         float, Field(ge=-4.6, le=4.6, description="where every log alpha starts")
     ] = 2.0

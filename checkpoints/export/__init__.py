@@ -12,6 +12,7 @@ from draftsmith.checkpoints.loading import (
     load_tokenizer,
 )
 from draftsmith.checkpoints.pair import check_pair
+from draftsmith.checkpoints.saving import check_tokenizer_rows
 from draftsmith.data.files import storage, write_json
 
 
@@ -29,7 +30,9 @@ def export_drafter(
     config = load_config(drafter)
     family, shape = describe(config, drafter)
     vocab = describe(load_config(target), target)[1].vocab
-    check_pair(load_tokenizer(target), load_tokenizer(drafter), vocab, shape.vocab)
+    tokenizer = load_tokenizer(target)
+    check_pair(tokenizer, load_tokenizer(drafter), vocab, shape.vocab)
+    check_tokenizer_rows(tokenizer, shape.vocab, drafter.spec)
     model = load_model(drafter)
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)

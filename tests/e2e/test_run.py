@@ -203,6 +203,27 @@ def test_a_removed_file_is_noticed(in_process: Callable[..., Run]) -> None:
     assert in_process("r", stages=("trace", "prune")).seconds.keys() == {"prune"}
 
 
+def test_killed_between_the_work_and_its_name(
+    in_process: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was finished is not done again."""
+    from draftsmith.recipes import run as stages
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    in_process("r", stages=("trace",))
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            in_process("r", stages=("prune",))
+    monkeypatch.setattr("draftsmith.prune.train.learn_masks", lambda *a, **k: pytest.fail("again"))
+    run = in_process("r", stages=("prune",))
+    assert (run.out / "pruned" / "model.safetensors").is_file()
+    assert not (run.out / "pruned" / "state").exists()
+    assert not (run.out / "pruned.partial").exists()
+
+
 def test_source_may_be_another_member_of_the_family(
     tiny_recipe: Path, tmp_path: Path, save: Callable[..., Path]
 ) -> None:
