@@ -69,17 +69,22 @@ def break_even_acceptance(emitted: float, lookahead: int) -> float | None:
 
 @torch.inference_mode()
 def measure_latency(
-    target: CachedModel, drafter: CachedModel, text: Sequence[int], lookaheads: Iterable[int]
+    target: CachedModel,
+    drafter: CachedModel,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    lookaheads: Iterable[int],
 ) -> Latency:
-    """Time every kind of forward in turn, with a cache as full as in use.
+    """Time every kind of forward in turn, with caches as full as in the middle of an answer.
 
     Args:
         target: the target.
         drafter: the drafter.
-        text: a prompt with its answer; its length is the cache's.
+        prompt: a typical prompt.
+        answer: what the target answered.
         lookaheads: for which to time a verification.
     """
-    ids = list(text)
+    written = list(answer[: max(1, len(answer) // 2)])
     widths = sorted(set(lookaheads))
     watch = Stopwatch(target.device)
     times: dict[str, list[float]] = {}
@@ -91,12 +96,12 @@ def measure_latency(
 
     def step(model: CachedModel, tokens: int) -> None:
         start = model.length
-        model.feed_list(ids[:tokens], keep=1 if model is drafter else 0)
+        model.feed_list((written * tokens)[:tokens], keep=1 if model is drafter else 0)
         model.crop(start)
 
     def prefill(model: CachedModel) -> None:
         model.reset()
-        model.feed_list(ids, keep=1)
+        model.feed_list(prompt, keep=1)
 
     # The first pass warms up and is not counted.
     for repeat in range(_REPEATS + 1):
@@ -104,6 +109,8 @@ def measure_latency(
             times.clear()
         timed("prefill_target", lambda: prefill(target))
         timed("prefill_drafter", lambda: prefill(drafter))
+        target.feed_list(written, keep=1)
+        drafter.feed_list(written, keep=1)
         timed("ar", lambda: step(target, 1))
         timed("draft", lambda: step(drafter, 1))
         timed("draft_after_full", lambda: step(drafter, 2))

@@ -109,9 +109,15 @@ def replay(acceptance: Sequence[float] | NDArray[Any], lookahead: int, limit: in
 def greedy_matches(
     drafter: Any, prompt: Sequence[int], answer: Sequence[int], vocabulary: SharedVocabulary
 ) -> NDArray[np.bool_]:
-    """Where the drafter's arg max equals the target's token: one forward pass, [N]."""
-    ids = torch.tensor([[*prompt, *answer]], device=drafter.device)
-    logits_NV = drafter(input_ids=ids[:, :-1], logits_to_keep=len(answer)).logits[0]
-    choices = vocabulary.restrict(logits_NV).argmax(-1)
-    matches: NDArray[np.bool_] = (choices == ids[0, len(prompt) :]).cpu().numpy()
+    """Where the drafter's arg max equals the target's token: one forward pass, [N].
+
+    Past the drafter's context nothing is drafted, so nothing matches there.
+    """
+    matches = np.zeros(len(answer), np.bool_)
+    known = min(len(answer), drafter.config.max_position_embeddings - len(prompt))
+    if known > 0:
+        ids = torch.tensor([[*prompt, *answer[:known]]], device=drafter.device)
+        logits_NV = drafter(input_ids=ids[:, :-1], logits_to_keep=known).logits[0]
+        choices = vocabulary.restrict(logits_NV).argmax(-1)
+        matches[:known] = (choices == ids[0, len(prompt) :]).cpu().numpy()
     return matches

@@ -21,6 +21,7 @@ from draftsmith.checkpoints.loading import (
 from draftsmith.checkpoints.pair import SharedVocabulary, check_pair, own_vocabulary
 from draftsmith.data.chat import Prompt, read_prompts
 from draftsmith.data.progress import Progress
+from draftsmith.errors import RequestError
 
 SCHEMA = 1
 # Two logits closer than this, relative to what float32 sums of this size lose, are a tie.
@@ -136,6 +137,7 @@ def score_drafter(
     drafter_vocab = describe(load_config(drafter), drafter)[1].vocab
     shared = check_pair(tokenizer, load_tokenizer(drafter), target_vocab, drafter_vocab)
     rows = read_prompts(prompts, tokenizer, limit)
+    _check_lengths(rows, load_config(target).max_position_embeddings)
     target_model = target_model if target_model is not None else load_model(target)
     pair = Pair(
         target=CachedModel(target_model),
@@ -160,6 +162,15 @@ def score_drafter(
     )
 
 
+def _check_lengths(prompts: Sequence[Prompt], context: int) -> None:
+    longest = max(prompts, key=lambda p: len(p.ids))
+    if len(longest.ids) >= context:
+        raise RequestError(
+            f"prompt {longest.name}: {len(longest.ids)} tokens leave no room in the target's "
+            f"context of {context}; shorten or remove it"
+        )
+
+
 def score_pair(
     pair: Pair,
     prompts: Sequence[Prompt],
@@ -182,11 +193,15 @@ def score_pair(
     decoded = prompts[:decode_prompts]
     texts = _decode_all(pair, prompts, len(decoded), lookaheads)
     sweep = range(1, replay_lookahead + 1)
-    longest = max(
-        range(len(prompts)), key=lambda i: len(prompts[i].ids) + len(texts.plain[i].tokens)
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    typical = by_length[len(prompts) // 2]
+    latency = measure_latency(
+        pair.target,
+        pair.drafter,
+        prompts[typical].ids,
+        texts.plain[typical].tokens,
+        {*lookaheads, *sweep},
     )
-    typical = [*prompts[longest].ids, *texts.plain[longest].tokens]
-    latency = measure_latency(pair.target, pair.drafter, typical, {*lookaheads, *sweep})
     matches = [
         greedy_matches(pair.drafter.model, p.ids, t.tokens, pair.shared)
         for p, t in zip(prompts, texts.plain, strict=True)

@@ -193,6 +193,9 @@ def test_a_text_may_fill_the_context(tiny: Any) -> None:
     result = draft(target, drafter, prompt, 4, Limits(64))
     assert result.tokens == reference.tokens
     assert len(result.tokens) == 12
+    counts = replay(greedy_matches(drafter, prompt, reference.tokens, ALL), 4, limit=12)
+    assert counts.rounds == len(result.rounds)
+    assert counts.accepted == sum(r.accepted for r in result.rounds)
 
 
 def test_sliding_window_layers_are_cropped_exactly() -> None:
