@@ -151,10 +151,10 @@ def test_a_wrong_drafter_shows_in_the_certificate(
 def test_a_prompt_that_fills_the_context_is_named(
     save: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = save(make_model(max_position_embeddings=16))
+    folder = save(make_model(max_position_embeddings=8))
     prompts = tmp_path / "long.jsonl"
     prompts.write_text('{"text": "how"}\n{"id": "long", "text": "how many apples are left"}\n')
-    with pytest.raises(RequestError, match=r"prompt long: \d+ tokens leave no room .* of 16"):
+    with pytest.raises(RequestError, match=r"prompt long: \d+ tokens leave no room .* of 8"):
         scored(folder, folder, prompts)
 
 
