@@ -346,11 +346,10 @@ def _verdict(decode: Sequence[Row], replays: Sequence[Row]) -> dict[str, Any]:
             f"Draft with k = {best.lookahead}: {best.speedup_predicted:.2f} times the target's "
             "tokens per second is predicted on this machine."
         )
-    elif needed > best.lookahead + 1:
+    elif all(r.break_even_emitted_per_round > r.lookahead + 1 for r in replays):
         text = (
-            f"Do not draft on this machine: a round costs {needed:.2f} plain steps, more than the "
-            f"{best.lookahead + 1} tokens that it can emit at most. Drafting or verifying must "
-            "get cheaper first."
+            "Do not draft on this machine: at every lookahead a round costs more plain steps than "
+            "the tokens that it can emit at most. Drafting or verifying must get cheaper first."
         )
     else:
         text = (
