@@ -54,7 +54,7 @@ def main() -> None:
 
 
 @contextmanager
-def _session(quiet: bool, debug: bool) -> Iterator[None]:
+def _session(quiet: bool, debug: bool, resumable: bool = False) -> Iterator[None]:
     """Turn whatever ends a command into one message and its exit code."""
     from draftsmith.data.progress import set_quiet
 
@@ -62,7 +62,8 @@ def _session(quiet: bool, debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _fail("interrupted; the same command goes on where it stopped", INTERRUPTED)
+        then = "goes on where it stopped" if resumable else "starts anew"
+        _fail(f"interrupted; the same command {then}", INTERRUPTED)
     except DraftsmithError as error:
         if debug:
             raise
@@ -99,13 +100,14 @@ def run(
     debug: DebugOption = False,
 ) -> None:
     """Every stage in order: trace, prune, distill, score, export. Goes on where it was stopped."""
-    with _session(quiet, debug):
+    with _session(quiet, debug, resumable=True):
         work = _open_run(recipe, settings, out)
         from draftsmith.recipes.run import read_score, run_stages
 
         anything = run_stages(work)
         _show(read_score(work))
-        print(f"Drafter for transformers, vLLM and SGLang: {work.out / 'export' / 'hf'}")
+        if (hf := work.out / "export" / "hf").is_dir():
+            print(f"Drafter for transformers, vLLM and SGLang: {hf}")
         for path in sorted((work.out / "export").glob("*.gguf")):
             print(f"Drafter for llama.cpp: {path}")
         if not anything:
@@ -123,7 +125,7 @@ def _stage_command(name: str, help_text: str) -> None:
         quiet: QuietOption = False,
         debug: DebugOption = False,
     ) -> None:
-        with _session(quiet, debug):
+        with _session(quiet, debug, resumable=True):
             work = _open_run(recipe, settings, out)
             from draftsmith.recipes.run import STAGES, run_stages
 
@@ -167,7 +169,7 @@ def score(
             )
         from draftsmith.accept.score import score_drafter
         from draftsmith.checkpoints.loading import quiet_transformers, resolve
-        from draftsmith.data.files import write_json
+        from draftsmith.data.files import storage, write_json
 
         quiet_transformers()
         result = score_drafter(
@@ -180,9 +182,10 @@ def score(
             lookaheads=lookaheads,
             replay_lookahead=max(8, *lookaheads),
         )
-        if json_file is not None:
-            write_json(json_file, result.to_plain())
         _show(result.to_plain())
+        if json_file is not None:
+            with storage(json_file):
+                write_json(json_file, result.to_plain())
 
 
 @app.command(

@@ -47,7 +47,8 @@ class Generation:
     Attributes:
         tokens: what was emitted, EOS included.
         rounds: how (empty for plain decoding).
-        prefill_seconds: time before the first token's step, of both models.
+        prefill_seconds: the target's time before the first token's step; the drafter reads the
+            prompt within its first draft.
         seconds: time of everything after.
         gaps: at each token, the target's highest logit less its second (plain decoding only).
     """

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.decode import Generation, Limits, greedy_decode, speculative_decode
 from draftsmith.accept.drafters import AutoregressiveDrafter
@@ -24,8 +26,10 @@ from draftsmith.data.progress import Progress
 from draftsmith.errors import RequestError
 
 SCHEMA = 1
-# Two logits closer than this, relative to what float32 sums of this size lose, are a tie.
-TIE = 1e-3
+# Sums in another order, as over one position or several, end some units in the last place apart.
+# Logits of about 16 that are closer than this are a numeric tie: 0.001 in float32, 0.5 in bfloat16.
+_TIE_UNITS = {torch.float32: 500.0, torch.bfloat16: 4.0, torch.float16: 4.0}
+_LOGIT_SCALE = 16.0
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def score_drafter(
     drafter_vocab = describe(load_config(drafter), drafter)[1].vocab
     shared = check_pair(tokenizer, load_tokenizer(drafter), target_vocab, drafter_vocab)
     rows = read_prompts(prompts, tokenizer, limit)
-    _check_lengths(rows, load_config(target).max_position_embeddings)
+    check_lengths(rows, load_config(target).max_position_embeddings)
     target_model = target_model if target_model is not None else load_model(target)
     pair = Pair(
         target=CachedModel(target_model),
@@ -162,7 +166,12 @@ def score_drafter(
     )
 
 
-def _check_lengths(prompts: Sequence[Prompt], context: int) -> None:
+def check_lengths(prompts: Sequence[Prompt], context: int) -> None:
+    """Refuse prompts that fill the target's context.
+
+    Raises:
+        RequestError: naming the longest one.
+    """
     longest = max(prompts, key=lambda p: len(p.ids))
     if len(longest.ids) >= context:
         raise RequestError(
@@ -190,6 +199,7 @@ def score_pair(
         decode_prompts: None decodes all.
         names: target, drafter, dtype, machine and prompts, as they go into the score.
     """
+    lookaheads = sorted(set(lookaheads))
     decoded = prompts[:decode_prompts]
     texts = _decode_all(pair, prompts, len(decoded), lookaheads)
     sweep = range(1, replay_lookahead + 1)
@@ -206,17 +216,17 @@ def score_pair(
         greedy_matches(pair.drafter.model, p.ids, t.tokens, pair.shared)
         for p, t in zip(prompts, texts.plain, strict=True)
     ]
-    rows = [_decode_row(k, texts, prompts, latency, len(decoded)) for k in sorted(set(lookaheads))]
+    rows = [_decode_row(k, texts, prompts, latency, len(decoded)) for k in lookaheads]
     room = [pair.limits.room(p.ids, pair.target.context) for p in prompts]
     counts = {k: [replay(m, k, r) for m, r in zip(matches, room, strict=True)] for k in sweep}
     replays = [_replay_row(k, counts[k], latency) for k in sweep]
     main = min(max(lookaheads), replay_lookahead)
     return Score(
-        lossless=all(_lossless(row) for row in rows),
+        lossless=all(_lossless(row, pair.target.model.dtype) for row in rows),
         decode=rows,
         replay=replays,
         by_domain=_by_domain(prompts, counts[main], main),
-        verdict=_verdict(rows, replays),
+        verdict=_verdict(rows, replays, on_cpu=pair.target.device.type == "cpu"),
         waterfall=_waterfall(texts, max(lookaheads)),
         **names,
     )
@@ -309,10 +319,11 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
-def _lossless(row: Row) -> bool:
-    """Exact but for numeric ties, where two logits are as good as equal."""
+def _lossless(row: Row, dtype: torch.dtype) -> bool:
+    """Exact but for numeric ties, where two logits are as good as equal in `dtype`."""
+    tie = _TIE_UNITS[dtype] * torch.finfo(dtype).eps * _LOGIT_SCALE
     return all(
-        d["logit_gap"] is not None and d["logit_gap"] < TIE for d in row.first_differences or ()
+        d["logit_gap"] is not None and d["logit_gap"] < tie for d in row.first_differences or ()
     )
 
 
@@ -334,14 +345,20 @@ def _by_domain(
     }
 
 
-def _verdict(decode: Sequence[Row], replays: Sequence[Row]) -> dict[str, Any]:
+def _verdict(decode: Sequence[Row], replays: Sequence[Row], on_cpu: bool) -> dict[str, Any]:
     """Use it, and with which lookahead; or not, and what would have to change."""
     best = max(replays, key=lambda r: r.speedup_predicted)
     measured = max((r for r in decode if r.speedup_measured), key=lambda r: r.speedup_measured or 0)
     # Both must say so: a prediction alone may flatter, a short measurement alone may be luck.
     pays = best.speedup_predicted > 1.0 and (measured.speedup_measured or 0.0) > 1.0
     reached, needed = best.emitted_per_round or 0.0, best.break_even_emitted_per_round
-    if pays:
+    if not pays and best.speedup_predicted > 1.0:
+        text = (
+            f"Do not draft on this machine yet: {best.speedup_predicted:.2f} times is predicted at "
+            f"k = {best.lookahead}, but {measured.speedup_measured or 0.0:.2f} was measured at "
+            f"k = {measured.lookahead}. Decode for real with -k {best.lookahead} on more prompts."
+        )
+    elif pays:
         text = (
             f"Draft with k = {best.lookahead}: {best.speedup_predicted:.2f} times the target's "
             "tokens per second is predicted on this machine."
@@ -357,7 +374,7 @@ def _verdict(decode: Sequence[Row], replays: Sequence[Row]) -> dict[str, Any]:
             f"emits {reached:.2f} tokens and costs {needed:.2f} plain steps. Acceptance would "
             "have to rise, or drafting and verifying get cheaper."
         )
-    if decode[0].t_verify_ms > 1.2 * decode[0].t_ar_ms:
+    if on_cpu and decode[0].t_verify_ms > 1.2 * decode[0].t_ar_ms:
         text += (
             f" Here a verification of {decode[0].lookahead + 1} positions takes "
             f"{decode[0].t_verify_ms / decode[0].t_ar_ms:.1f} plain steps; on a GPU it takes "

@@ -26,6 +26,7 @@ def render(score: Plain) -> Group:
     """The figures by lookahead, what was compared, and the verdict."""
     return Group(
         _figures(score),
+        _times(score),
         *_domains(score),
         _certificate(score),
         Text(score["verdict"]["text"], "bold"),

@@ -228,7 +228,9 @@ def repair_generation_config(model: Any) -> list[str]:
     dropped = [
         key
         for key, default in neutral.items()
-        if getattr(config, key, None) not in (None, False, default)
+        if (value := getattr(config, key, None)) is not None
+        and value is not False
+        and value != default
     ]
     for key in dropped:
         setattr(config, key, None)

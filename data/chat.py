@@ -1,15 +1,15 @@
 """Prompts as token ids: exactly one BOS, the same in training, scoring and export (case A3)."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
-from draftsmith.data.corpus import read_rows
+from draftsmith.data.corpus import is_unicode, read_rows
 from draftsmith.errors import RequestError
 
 # A text that no template would contain or change, to see what a template writes around it.
@@ -109,7 +109,7 @@ def user_turn(tokenizer: Any) -> UserTurn:
 
 def suites() -> dict[str, Path]:
     """Names and files of the prompt suites that come with the package."""
-    folder = Path(str(files("draftsmith.recipes"))) / "prompts"
+    folder = Path(__file__).parent / "prompts"
     return {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
 
 
@@ -157,6 +157,8 @@ def read_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> list[Pr
 
 def _row_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
     messages, prompt, text = row.get("messages"), row.get("prompt"), row.get("text")
+    if not is_unicode(json.dumps([messages, prompt, text], ensure_ascii=False)):
+        return []
     if isinstance(messages, list) and messages:
         if not has_chat(tokenizer):
             raise RequestError("messages need a chat template, and the target has none")

@@ -77,11 +77,19 @@ def read_texts(
                 counts["no_text"] += 1
             elif not text.strip():
                 counts["empty_text"] += 1
-            elif not _is_unicode(text):
+            elif not is_unicode(text):
                 counts["not_unicode"] += 1
             else:
                 counts["rows"] += 1
                 yield text
+
+
+def count_rows(files: Sequence[Path], text_key: str = "text") -> Counter[str]:
+    """Read everything once and count what is usable and, by reason, what is not."""
+    counts: Counter[str] = Counter()
+    for _ in read_texts(files, counts, text_key):
+        pass
+    return counts
 
 
 def corpus_dataset(files: Sequence[Path], text_key: str = "text") -> Any:
@@ -102,7 +110,7 @@ def _is_data(path: Path) -> bool:
     return path.is_file() and path.name.endswith(SUFFIXES)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """JSON can hold half a surrogate pair, which no tokenizer takes."""
     try:
         text.encode()

@@ -23,17 +23,25 @@ def storage(place: Path) -> Iterator[None]:
     """Turn the system's storage errors into one message with a cure."""
     try:
         yield
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    except Exception as error:
+        if _is_full(error):
             raise DraftsmithError(
                 f"{place}: no space left on the device; free some or use --out with another disk, "
                 "then start the same command again: finished work is kept"
             ) from error
-        if error.errno in {errno.EACCES, errno.EROFS, errno.EPERM}:
+        if isinstance(error, OSError) and error.errno in {errno.EACCES, errno.EROFS, errno.EPERM}:
             raise DraftsmithError(
                 f"{place}: cannot be written ({error.strerror}); use --out with another folder"
             ) from error
         raise
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether a disk is full; torch and safetensors tell it in errors of their own."""
+    if isinstance(error, OSError):
+        return error.errno in {errno.ENOSPC, errno.EDQUOT}
+    text = str(error).lower()
+    return "no space left" in text or "file write failed" in text
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -44,12 +52,9 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
             write(partial)
             _sync(partial)
             os.replace(partial, path)
-        except BaseException as error:
+        except BaseException:
             partial.unlink(missing_ok=True)
-            if isinstance(error, OSError) or not _is_storage_error(error):
-                raise
-            # Some writers (torch, safetensors) wrap the system's error in their own.
-            raise OSError(errno.ENOSPC, "No space left on device") from error
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -116,8 +121,3 @@ def fingerprint(path: Path) -> str:
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _is_storage_error(error: BaseException) -> bool:
-    text = str(error).lower()
-    return "no space left" in text or "file write failed" in text

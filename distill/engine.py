@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from draftsmith.data.files import sha256, write_file, write_json
+from draftsmith.errors import DraftsmithError
 
 _KEEP = 2
 
@@ -62,10 +63,20 @@ class TorchEngine:
         loss.backward()
 
     def step(self) -> float:
-        """Update the weights; returns the gradient norm before clipping."""
+        """Update the weights; returns the gradient norm before clipping.
+
+        Raises:
+            DraftsmithError: the gradients are not numbers; nothing was updated or saved.
+        """
         norm = nn.utils.clip_grad_norm_(
             self.parameters.values(), self.clip if self.clip is not None else float("inf")
         )
+        if not torch.isfinite(norm):
+            rate = self.optimizer.param_groups[0]["lr"]
+            raise DraftsmithError(
+                f"step {self.steps_done + 1}: the gradients are no longer numbers; lower the "
+                f"learning rate (now {rate:.2g}) and start again: the last save is sound"
+            )
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -37,7 +37,7 @@ from draftsmith.data.chat import (
     read_prompts,
     user_turn,
 )
-from draftsmith.data.corpus import corpus_dataset, corpus_files
+from draftsmith.data.corpus import corpus_dataset, corpus_files, count_rows
 from draftsmith.data.progress import Progress, say
 from draftsmith.data.traces import (
     TraceRow,
@@ -50,8 +50,8 @@ from draftsmith.data.traces import (
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipes.schema import DataSettings, Recipe, TraceSettings
 
-# A self-written batch that gave no usable prompt is tried again, but not for ever.
-_EMPTY_BATCHES = 3
+# A self-written batch may give no usable prompt; so many in a row mean that none will.
+_EMPTY_BATCHES = 10
 _POLL_SECONDS = 0.1
 
 
@@ -173,7 +173,8 @@ def _record(
     if not top_n:
         return
     logprobs_BV = logits_BV.log_softmax(-1)
-    top = logprobs_BV.topk(min(top_n, logprobs_BV.shape[-1]))
+    usable = int(torch.isfinite(logits_BV[0]).sum())
+    top = logprobs_BV.topk(min(top_n, usable))
     chosen = logprobs_BV.gather(-1, tokens[:, None])[:, 0].tolist()
     warped = chosen
     if temperature != 1.0:
@@ -223,6 +224,7 @@ class Prompts:
         encoded = [self.tokenizer(s, add_special_tokens=False)["input_ids"] for s in starts]
         samples = [Sample([*turn.opening, *ids], sampled=True) for ids in encoded]
         end = writer.stop_ids | {turn.end}
+        special = set(self.tokenizer.all_special_ids)
         writer.write(
             samples,
             self.data.prompt_tokens,
@@ -232,9 +234,12 @@ class Prompts:
         )
         prompts = []
         for start, sample in zip(starts, samples, strict=True):
+            begun = sample.prompt[len(turn.opening) :]
             written = [t for t in sample.tokens if t not in end]
-            text = (start + self.tokenizer.decode(written)).strip()
-            if text and text != start.strip():
+            # Decoded together: on their own, some tokenizers' first tokens lose their space.
+            text = self.tokenizer.decode([*begun, *written]).strip()
+            # Control tokens that the target wrote would end the turn when it is encoded again.
+            if written and not special & set(written) and text != start.strip():
                 prompts.append(encode_chat(self.tokenizer, [{"role": "user", "content": text}]))
         # Equal prompts would be answered equally.
         return [list(p) for p in dict.fromkeys(map(tuple, prompts))]
@@ -285,13 +290,19 @@ def write_batch(
     if not ids:
         return []
     settings = job.trace
+    # Past its context the target does not speak as it will be served.
+    context = writer.model.context
+    ids = [p for p in ids if len(p) < context]
+    if not ids:
+        return []
+    room = context - max(map(len, ids))
     samples = [
         Sample(p, sampled=_share(number * settings.batch + i, settings.sampled_share))
         for i, p in enumerate(ids)
     ]
     writer.write(
         samples,
-        settings.max_new_tokens,
+        min(settings.max_new_tokens, room),
         temperature=settings.temperature,
         generator=generator,
         end=writer.stop_ids,
@@ -322,12 +333,12 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
     with Progress("traces", job.trace.tokens, "tokens", done=sum(done.values())) as progress:
         if not _enough(done, job.trace.tokens):
             _run_workers(job, done, progress)
-    numbers = _needed(done, job.trace.tokens)
+    numbers = [n for n in _needed(done, job.trace.tokens) if done[n]]
     if not numbers:
         raise DraftsmithError(
             f"{target.spec}: no trace could be written; the target's answers were empty"
             if job.data.source == "self"
-            else f"{', '.join(job.data.path)}: no usable text"
+            else f"{', '.join(job.data.path)}: no usable text ({_skipped(job.data)})"
         )
     total = sum(done[n] for n in numbers)
     if total < job.trace.tokens:
@@ -346,6 +357,14 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
             "validation_share": job.trace.validation_share,
         },
     )
+
+
+def _skipped(data: DataSettings) -> str:
+    """Why rows of a corpus are not used."""
+    if data.source != "corpus":
+        return "no prompt"
+    counts = count_rows(corpus_files(data.path), data.text_key)
+    return ", ".join(f"{reason}: {n}" for reason, n in counts.items()) or "the files are empty"
 
 
 def _finished(folder: Path) -> dict[int, int]:
@@ -408,6 +427,14 @@ class _Team:
         """Whether there is still something to hear."""
         return any(p.is_alive() for p in self.processes) or not self.finished.empty()
 
+    def check(self) -> None:
+        """Raise if a worker was ended from outside: its batches would be missed for ever."""
+        if failed := [p.exitcode for p in self.processes if p.exitcode]:
+            raise DraftsmithError(
+                f"a trace worker was ended from outside (exit code {failed[0]}; out of memory?); "
+                "lower trace.batch or trace.workers, then start the same command again"
+            )
+
     def end(self) -> None:
         """End all of them, whatever they are doing."""
         self.stop.set()
@@ -425,21 +452,17 @@ def _run_workers(job: Job, done: dict[int, int], progress: Progress) -> None:
             progress.update(team.written.value - shown)
             shown = team.written.value
             if team.finished.empty():
+                team.check()
                 time.sleep(_POLL_SECONDS)
                 continue
             number, tokens, problem = team.finished.get()
             if problem:
                 raise DraftsmithError(f"{job.target.spec}: a trace worker failed: {problem}")
-            if tokens:
-                done[number] = tokens
+            done[number] = tokens
             if _enough(done, job.trace.tokens):
                 # What is in hand would be thrown away.
                 return
-        if failed := [p.exitcode for p in team.processes if p.exitcode]:
-            raise DraftsmithError(
-                f"a trace worker was ended from outside (exit code {failed[0]}; out of memory?); "
-                "lower trace.batch or trace.workers, then start the same command again"
-            )
+        team.check()
     finally:
         team.end()
 

@@ -3,20 +3,22 @@
 import json
 from pathlib import Path
 
-from draftsmith.checkpoints.loading import ModelRef, describe, load_model
+from draftsmith.checkpoints.loading import ModelRef, describe, load_config, load_model
 from draftsmith.checkpoints.saving import save_model
+from draftsmith.checkpoints.shape import Shape
 from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.errors import RequestError
 
 
-def read_masks(path: Path) -> Selection:
-    """The selection of a `masks.json`.
+def read_masks(path: Path) -> tuple[Selection, Shape]:
+    """The selection of a `masks.json`, and the shape of the model that it was made for.
 
     Raises:
         RequestError: it is not there, or not such a file.
     """
     try:
-        return Selection.from_plain(json.loads(path.read_text(encoding="utf-8"))["selection"])
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        return Selection.from_plain(plain["selection"]), Shape(**plain["source_shape"])
     except FileNotFoundError:
         raise RequestError(f"{path}: there is no such file") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -27,12 +29,10 @@ def compact_from_file(source: ModelRef, masks: Path, folder: Path) -> None:
     """Cut the compact model of a masks file out of `source` and save it in `folder`.
 
     Raises:
-        RequestError: the masks are those of a larger model.
+        RequestError: the masks are those of another model.
     """
-    selection = read_masks(masks)
-    model = load_model(source)
-    family, shape = describe(model.config, source)
-    beyond = max(selection.layers, default=0) >= shape.layers
-    if beyond or max(selection.hidden, default=0) >= shape.hidden:
-        raise RequestError(f"{masks}: made for another model than {source.spec} ({shape})")
-    save_model(compact_model(model, family, selection), source, folder)
+    selection, made_for = read_masks(masks)
+    family, shape = describe(load_config(source), source)
+    if shape != made_for:
+        raise RequestError(f"{masks}: made for {made_for}, but {source.spec} has {shape}")
+    save_model(compact_model(load_model(source), family, selection), source, folder)

@@ -19,7 +19,7 @@ class Lagrangian:
         multipliers: axis -> [λ₁, λ₂].
     """
 
-    bound = 1000.0
+    bound = 10_000.0
 
     def __init__(
         self,

@@ -175,7 +175,7 @@ def applied(model: Any, family: Family, shape: Shape, masks: Masks) -> Iterator[
             # The residual stream is read through norms alone: masked there, it is masked.
             for norm in _residual_norms(family, shape):
                 before(norm, _scale_input(hidden))
-                after(norm, _norm_of_kept(hidden))
+                after(norm, _norm_of_kept(hidden, names.norm_epsilon))
         yield
 
 
@@ -232,7 +232,7 @@ def _scale_addition(z: Tensor) -> Callable[..., Any]:
     return hook
 
 
-def _norm_of_kept(z: Tensor) -> Callable[..., Any]:
+def _norm_of_kept(z: Tensor, epsilon_name: str) -> Callable[..., Any]:
     """Correct an RMS norm that divided by the full width: only kept dimensions count.
 
     The masked input is zero elsewhere, so its sum of squares is right; the divisor, and with it
@@ -241,7 +241,7 @@ def _norm_of_kept(z: Tensor) -> Callable[..., Any]:
 
     def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x = args[0].float()
-        epsilon = float(module.variance_epsilon)  # type: ignore[arg-type]
+        epsilon = float(getattr(module, epsilon_name))
         squares = x.square().sum(-1, keepdim=True)
         wrong = (squares / x.shape[-1] + epsilon).rsqrt()
         right = (squares / z.float().sum() + epsilon).rsqrt()

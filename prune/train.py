@@ -15,7 +15,7 @@ from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.progress import Progress, say
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
-from draftsmith.distill.engine import TorchEngine, freeze_all_but
+from draftsmith.distill.engine import Engine, TorchEngine, freeze_all_but
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.train import HeadLoss, hidden_at_answers, mean_over_step
 from draftsmith.errors import DraftsmithError
@@ -24,8 +24,8 @@ from draftsmith.prune.lagrangian import Lagrangian
 from draftsmith.prune.masks import LearnableMasks, Masks, applied, hard_masks
 from draftsmith.recipes.schema import PruneSettings
 
-# A count that is off by less than this is a matter of rounding.
-_CONVERGED = 0.5
+# A count that is off by less than this, or this share of it, is a matter of rounding.
+_CONVERGED, _CONVERGED_SHARE = 0.5, 0.02
 _SAVE_EVERY = 10
 # Rows on which sets of layers are compared.
 _EXCHANGE_ROWS = 12
@@ -198,7 +198,7 @@ def expected_counts(masks: LearnableMasks, source: Shape) -> dict[str, float]:
     }
 
 
-def _resume(engine: TorchEngine, lagrangian: Lagrangian) -> list[dict[str, float]]:
+def _resume(engine: Engine, lagrangian: Lagrangian) -> list[dict[str, float]]:
     extra = engine.load()
     lagrangian.multipliers.update(extra.get("multipliers", {}))
     history: list[dict[str, float]] = extra.get("history", [])
@@ -211,7 +211,11 @@ def _generator(seed: int, step: int, device: torch.device) -> torch.Generator:
 
 
 def _check_convergence(expected: dict[str, float], drafter: Shape, *, snap: bool) -> None:
-    off = {a: n for a, n in expected.items() if abs(n - getattr(drafter, a)) > _CONVERGED}
+    off = {}
+    for axis, count in expected.items():
+        wanted = getattr(drafter, axis)
+        if abs(count - wanted) > max(_CONVERGED, _CONVERGED_SHARE * wanted):
+            off[axis] = count
     if not off:
         return
     numbers = ", ".join(

@@ -117,10 +117,13 @@ def check(run: Run) -> Shape:
 
     Raises:
         RequestError: the model is missing or of an unknown family, the shape is impossible,
-            tokenizers differ, or prompts can't be had.
+            tokenizers differ, prompts can't be had, or an export is impossible.
     """
+    from draftsmith.accept.score import check_lengths
+    from draftsmith.checkpoints.export import gguf
+
     config = load_config(run.source)
-    _, source = describe(config, run.source)
+    family, source = describe(config, run.source)
     prune = run.recipe.prune
     shape = resolve_shape(source, prune.shape, prune.axes)
     target = load_config(run.target)
@@ -131,7 +134,10 @@ def check(run: Run) -> Shape:
         check_tokenizer_rows(run.tokenizer, source.vocab, run.source.spec)
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
-    read_prompts(run.recipe.score.prompts, run.tokenizer, run.recipe.score.limit)
+    prompts = read_prompts(run.recipe.score.prompts, run.tokenizer, run.recipe.score.limit)
+    check_lengths(prompts, target.max_position_embeddings)
+    if "gguf" in run.recipe.export.to:
+        gguf.preflight(config, family, shape, run.target, run.recipe.export.gguf_type)
     return shape
 
 
@@ -266,6 +272,7 @@ def _prune(run: Run, folder: Path) -> None:
         folder / MASKS,
         {
             "source": run.source.spec,
+            "source_shape": asdict(source),
             "method": settings.method,
             "selection": result.selection.to_plain(),
             "expected": result.expected,

@@ -30,8 +30,8 @@ class DataSettings:
     path: Annotated[
         tuple[str, ...],
         Field(
-            description="files or folders of corpus or prompts: .jsonl, .jsonl.zst, .jsonl.gz, "
-            ".parquet (unused by source: self)"
+            description="files of prompts, or files and folders of a corpus: .jsonl, .jsonl.zst, "
+            ".jsonl.gz, .parquet (unused by source: self)"
         ),
     ] = ()
     text_key: Annotated[str, Field(description="the field of a corpus row that holds its text")] = (
@@ -79,11 +79,15 @@ class TraceSettings:
         PositiveFloat, Field(description="temperature of the sampled answers")
     ] = 1.0
     validation_share: Annotated[
-        Share, Field(description="share of the batches that training never sees")
+        float, Field(ge=0, lt=1, description="share of the rows that training never sees")
     ] = 0.05
     workers: Annotated[
         int,
-        Field(ge=0, description="processes that write (one thread each on a CPU); 0: one a core"),
+        Field(
+            ge=0,
+            description="processes that write, each with the target in memory and, on a CPU, one "
+            "thread; 0: one a core",
+        ),
     ] = 0
 
 
@@ -140,6 +144,7 @@ class PruneSettings:
         Field(
             ge=0,
             allow_inf_nan=False,
+            le=10_000,
             description="where the quadratic multiplier starts; large, the expected count follows "
             "the wanted one closely",
         ),
@@ -275,7 +280,7 @@ class Recipe:
         Field(description="the model that is pruned: a member of its family; none: the target"),
     ] = None
     description: Annotated[str, Field(description="one line for `draftsmith recipes list`")] = ""
-    seed: Annotated[int, Field(ge=0, description="seed of everything that is drawn")] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31, description="seed of everything that is drawn")] = 0
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Field(
@@ -284,7 +289,7 @@ class Recipe:
         ),
     ] = "auto"
     threads: Annotated[
-        int, Field(ge=0, description="threads of the training stages; 0: one a core")
+        int, Field(ge=0, description="threads of training and scoring; 0: one a core")
     ] = 0
     data: Annotated[DataSettings, Field(description="prompts")] = field(
         default_factory=DataSettings

@@ -19,7 +19,7 @@ def main(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "draftsmith/cli.py" in names
     assert "draftsmith/recipes/quickstart.yaml" in names
-    assert "draftsmith/recipes/prompts/quick.jsonl" in names
+    assert "draftsmith/data/prompts/quick.jsonl" in names
     stray = [n for n in names if n.startswith(("draftsmith/tests", "draftsmith/benchmarks"))]
     assert not stray, stray
     with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.checkpoints.loading import (
     ModelRef,
     describe,
@@ -33,7 +35,8 @@ def export_drafter(
     tokenizer = load_tokenizer(target)
     check_pair(tokenizer, load_tokenizer(drafter), vocab, shape.vocab)
     check_tokenizer_rows(tokenizer, shape.vocab, drafter.spec)
-    model = load_model(drafter)
+    # Exactly what was trained, whatever this machine computes best.
+    model = load_model(drafter, device="cpu", dtype=torch.float32)
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"drafter": drafter.spec, "target": target.spec, "shape": str(shape)}

@@ -45,48 +45,70 @@ def export(model: Any, family: Family, target: ModelRef, path: Path, tensor_type
         RequestError: the family or the tokenizer has no GGUF form here.
         DraftsmithError: shapes differ between layers, or the file reads back wrong.
     """
-    shape = check_exportable(model, family, tensor_type)
+    shape = shape_of(model.config, family)
+    preflight(model.config, family, shape, target, tensor_type)
+    _check_uniform(model, family, shape)
     write_file(path, lambda partial: _write(model, family, shape, target, partial, tensor_type))
     return compare(load_model(resolve(str(path)), device="cpu"), model, tensor_type, str(path))
 
 
-def check_exportable(model: Any, family: Family, tensor_type: str) -> Shape:
-    """Compare every tensor with the shape that the config states (case A17).
+def preflight(
+    config: Any, family: Family, shape: Shape, target: ModelRef, tensor_type: str
+) -> None:
+    """Refuse what can't be written, from config and tokenizer alone: before any training.
+
+    Args:
+        config: of the drafter, or of the source that it is cut from.
+        family: its table.
+        shape: the drafter's.
+        target: whose vocabulary is to be written.
+        tensor_type: F32, F16 or Q8_0.
 
     Raises:
-        RequestError: no GGUF architecture, or widths that the tensor type can't pack.
-        DraftsmithError: a tensor of another shape; it is named.
+        RequestError: naming what has no GGUF form here, and what to do instead.
     """
     import gguf
 
     if family.gguf is None:
         raise RequestError(f"export gguf: family {family.name} has no GGUF architecture here")
-    _refuse_sliding_window(model.config)
-    shape = shape_of(model.config, family)
+    window = getattr(config, "sliding_window", None)
+    if window and window < config.max_position_embeddings:
+        raise RequestError(
+            f"export gguf: attention windows (here of {window} tokens) are not written; "
+            "set export.to: [hf]"
+        )
+    if (kind := _rope(config).get("rope_type", "default")) not in ("default", "linear"):
+        raise RequestError(
+            f"export gguf: rotary scaling {kind!r} is not written yet; set export.to: [hf]"
+        )
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor_type]][0]
+    for width in (shape.hidden, shape.ffn, shape.size("query")):
+        if width % block:
+            raise RequestError(
+                f"export gguf: rows of {width} can't be packed as {tensor_type} in blocks of "
+                f"{block}; set export.gguf_type: F16 or F32"
+            )
+    tokenizer = load_tokenizer(target)
+    check_tokenizer_rows(tokenizer, shape.vocab, target.spec)
+    if target.gguf:
+        _check_copied_rows(target, shape.vocab)
+    else:
+        _bpe(tokenizer, target)
+
+
+def _check_uniform(model: Any, family: Family, shape: Shape) -> None:
+    """Compare every tensor with the shape that the config states (case A17)."""
     for name, tensor in model.state_dict().items():
-        dims = family.tensors[template_of(name)[0]]
-        expected = tuple(shape.size(d) for d in dims)
+        expected = tuple(map(shape.size, family.tensors[template_of(name)[0]]))
         if tuple(tensor.shape) != expected:
             raise DraftsmithError(
                 f"export gguf: {name} is {tuple(tensor.shape)}, but the config says {expected}; "
                 "GGUF needs the same shape in every layer"
             )
-        if len(expected) > 1 and expected[-1] % block:
-            raise RequestError(
-                f"export gguf: {name} has rows of {expected[-1]}, which {tensor_type} can't pack "
-                f"in blocks of {block}; use export.gguf_type: F16 or F32"
-            )
-    return shape
 
 
-def _refuse_sliding_window(config: Any) -> None:
-    window = getattr(config, "sliding_window", None)
-    if window and window < config.max_position_embeddings:
-        raise RequestError(
-            f"export gguf: attention windows (here of {window} tokens) are not written; export hf "
-            "instead"
-        )
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
 
 
 def _write(
@@ -111,11 +133,7 @@ def _write(
 def _write_config(writer: Any, config: Any, shape: Shape, tensor_type: str) -> None:
     import gguf
 
-    rope = getattr(config, "rope_parameters", None) or {}
-    if (kind := rope.get("rope_type", "default")) not in ("default", "linear"):
-        raise RequestError(
-            f"export gguf: rotary scaling {kind!r} is not written yet; export hf instead"
-        )
+    rope = _rope(config)
     writer.add_name("draftsmith drafter")
     writer.add_file_type(int(gguf.LlamaFileType[_file_type(tensor_type)]))
     writer.add_block_count(shape.layers)
@@ -168,11 +186,21 @@ def _interleave(array: NDArray[np.float32], head_dim: int) -> NDArray[np.float32
 
 def _write_vocabulary(writer: Any, target: ModelRef, vocab: int) -> None:
     """Copy the vocabulary of a GGUF target field by field, or write a byte-level BPE."""
-    check_tokenizer_rows(load_tokenizer(target), vocab, target.spec)
     if target.gguf:
         _copy_vocabulary(writer, target)
     else:
         _write_bpe(writer, target, vocab)
+
+
+def _check_copied_rows(target: ModelRef, vocab: int) -> None:
+    from gguf import GGUFReader
+
+    tokens = len(GGUFReader(target.path).fields["tokenizer.ggml.tokens"].data)
+    if tokens != vocab:
+        raise RequestError(
+            f"export gguf: {target.spec} lists {tokens} tokens, but the drafter has {vocab} rows; "
+            "llama.cpp needs as many; cut the drafter from the target itself"
+        )
 
 
 def _copy_vocabulary(writer: Any, target: ModelRef) -> None:
@@ -190,14 +218,9 @@ def _write_bpe(writer: Any, target: ModelRef, vocab: int) -> None:
     from gguf import TokenType
 
     tokenizer = load_tokenizer(target)
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    if backend["model"]["type"] != "BPE":
-        raise RequestError(
-            f"export gguf: {target.spec} has a {backend['model']['type']} tokenizer; only "
-            "byte-level BPE is written, or the vocabulary of a GGUF target"
-        )
+    backend, pre_tokenizer = _bpe(tokenizer, target)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre_tokenizer(backend, target))
+    writer.add_tokenizer_pre(pre_tokenizer)
     strings = {i: s for s, i in tokenizer.get_vocab().items()}
     special = {t["id"]: t["special"] for t in backend["added_tokens"]}
     tokens, types = [], []
@@ -232,16 +255,19 @@ def _write_special_tokens(writer: Any, tokenizer: Any) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _pre_tokenizer(backend: dict[str, Any], target: ModelRef) -> str:
+def _bpe(tokenizer: Any, target: ModelRef) -> tuple[dict[str, Any], str]:
+    """The tokenizer as JSON, and llama.cpp's name of how it splits text."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
     pre = backend.get("pre_tokenizer") or {}
     steps = tuple(
         s["pattern"].get("Regex", "") if s["type"] == "Split" else s["type"]
         for s in pre.get("pretokenizers", [pre])
         if s
     )
-    if steps not in _PRE_TOKENIZERS:
+    if backend["model"]["type"] != "BPE" or steps not in _PRE_TOKENIZERS:
         raise RequestError(
-            f"export gguf: {target.spec} splits text by {' + '.join(steps) or 'nothing'}, for "
-            "which llama.cpp's name isn't known here; use the target's .gguf file as target"
+            f"export gguf: {target.spec} has a {backend['model']['type']} tokenizer that splits "
+            f"text by {' + '.join(steps) or 'nothing'}, for which llama.cpp's name isn't known "
+            "here; give the target as .gguf file, or set export.to: [hf]"
         )
-    return _PRE_TOKENIZERS[steps]
+    return backend, _PRE_TOKENIZERS[steps]

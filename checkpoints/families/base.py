@@ -28,6 +28,7 @@ class Modules:
         norms: the norms over the residual stream inside a block.
         final_norm: the norm before the head.
         head: the projection to the vocabulary.
+        norm_epsilon: attribute of a norm that holds its epsilon.
     """
 
     block: str = "model.layers.{layer}"
@@ -39,6 +40,7 @@ class Modules:
     )
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    norm_epsilon: str = "variance_epsilon"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,6 @@ class ConfigKeys:
     ffn: str = "intermediate_size"
     hidden: str = "hidden_size"
     vocab: str = "vocab_size"
-    context: str = "max_position_embeddings"
 
 
 @dataclass(frozen=True)

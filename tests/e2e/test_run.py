@@ -175,6 +175,8 @@ def test_interrupt_exits_130_and_leaves_nothing_under_a_final_name(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Jobs that a script started in the background ignore interrupts, and so would this one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     out = tmp_path / "runs" / "tiny"
     while not list(out.glob("traces.partial/shard*")):

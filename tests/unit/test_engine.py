@@ -222,3 +222,13 @@ def test_accumulation_equals_a_larger_batch(tmp_path: Path) -> None:
     two, _ = run(tmp_path / "two", steps=1, warmup=0, batch=8, accumulate=2)
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=2e-4), name
+
+
+def test_a_diverged_run_stops_and_its_saves_stay_sound(tmp_path: Path) -> None:
+    e = saves(tmp_path, count=1)
+    before = e.parameters["p"].detach().clone()
+    e.backward((e.parameters["p"] * float("nan")).sum())
+    with pytest.raises(DraftsmithError, match=r"step 2: .* lower the learning rate \(now 0\.1\)"):
+        e.step()
+    assert torch.equal(e.parameters["p"], before)
+    assert engine(tmp_path).load() == {"at": 1}

@@ -11,6 +11,8 @@ import torch
 from draftsmith.checkpoints.export import export_drafter, gguf, hf
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.loading import load_model, load_tokenizer, resolve
+from draftsmith.checkpoints.shape import shape_of
+from draftsmith.checkpoints.slicing import Selection
 from draftsmith.errors import DraftsmithError, RequestError
 from tests.conftest import TINY_VOCAB, make_model, make_tokenizer
 
@@ -74,7 +76,7 @@ def test_gguf_packed_types_stay_close(kind: str, save: Callable[..., Path], tmp_
 def test_widths_that_a_type_cannot_pack_are_refused(
     save: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestError, match=r"Q8_0 can't pack in blocks of 32.*F16 or F32"):
+    with pytest.raises(RequestError, match=r"packed as Q8_0 in blocks of 32.*F16 or F32"):
         export_gguf(make_model(intermediate_size=40), save, tmp_path, "Q8_0")
     assert not list(tmp_path.glob("*.gguf*"))
 
@@ -175,3 +177,47 @@ def test_a_wrong_export_fails(
     monkeypatch.setattr(gguf, "_interleave", lambda array, head_dim: array)
     with pytest.raises(DraftsmithError, match="read back, its logits differ"):
         export_gguf(make_model(), save, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "rotary scaling 'llama3'",
+        ),
+        ({"intermediate_size": 40}, "rows of 40 can't be packed as Q8_0"),
+    ],
+    ids=["rope", "block"],
+)
+def test_what_cannot_be_written_is_known_before_training(
+    changes: dict[str, Any], message: str, save: Callable[..., Path]
+) -> None:
+    model = make_model(**changes)
+    family = families()["llama"]
+    with pytest.raises(RequestError, match=message):
+        gguf.preflight(
+            model.config, family, shape_of(model.config, family), resolve(str(save(model))), "Q8_0"
+        )
+
+
+def test_masks_of_another_model_are_refused(save: Callable[..., Path], tmp_path: Path) -> None:
+    from draftsmith.prune.compact import compact_from_file
+
+    model = make_model()
+    shape = shape_of(model.config, families()["llama"])
+    masks = tmp_path / "masks.json"
+    selection = Selection.of_layers(shape, [0, 1]).to_plain()
+    masks.write_text(json.dumps({"selection": selection, "source_shape": vars(shape)}))
+    larger = resolve(str(save(make_model(num_hidden_layers=6), name="larger")))
+    with pytest.raises(RequestError, match=r"made for 4 layers.*has 6 layers"):
+        compact_from_file(larger, masks, tmp_path)

@@ -313,6 +313,7 @@ def test_A20_contradicting_sampling_settings_are_dropped_with_a_warning(
         {"length_penalty": 0.5},
         {"early_stopping": True},
         {"output_scores": True},
+        {"top_p": 0.9, "temperature": 0.0, "top_k": 0},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -322,7 +323,7 @@ def test_A20_no_generation_setting_keeps_a_model_from_being_saved(
     """Alone, or beside another that was repaired, which makes transformers check them all."""
     for others in ({}, {"temperature": 0.9}):
         folder = save(tiny, name=f"model{len(others)}")
-        edit_json(folder / "generation_config.json", do_sample=False, **others, **setting)
+        edit_json(folder / "generation_config.json", do_sample=False, **(others | setting))
         ref = resolve(str(folder))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

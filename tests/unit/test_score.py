@@ -208,16 +208,18 @@ def test_verdicts() -> None:
             speedup_measured=measured,
         )
 
-    pays = _verdict([row(2.0, 1.5, 1.3, 1.2)], [row(2.0, 1.5, 1.3, None)])
+    pays = _verdict([row(2.0, 1.5, 1.3, 1.2)], [row(2.0, 1.5, 1.3, None)], on_cpu=True)
     assert pays["drafting_pays"]
     assert pays["text"].startswith("Draft with k = 3: 1.30 times")
-    weak = _verdict([row(1.2, 1.5, 0.8, 0.8)], [row(1.2, 1.5, 0.8, None)])
+    weak = _verdict([row(1.2, 1.5, 0.8, 0.8)], [row(1.2, 1.5, 0.8, None)], on_cpu=True)
     assert not weak["drafting_pays"]
     assert "emits 1.20 tokens and costs 1.50 plain steps" in weak["text"]
-    slow = _verdict([row(1.2, 5.0, 0.3, 0.3)], [row(1.2, 5.0, 0.3, None)])
+    slow = _verdict([row(1.2, 5.0, 0.3, 0.3)], [row(1.2, 5.0, 0.3, None)], on_cpu=True)
     assert "at every lookahead a round costs more" in slow["text"]
     # A flattering prediction alone is not enough.
-    assert not _verdict([row(2, 1.5, 1.3, 0.9)], [row(2, 1.5, 1.3, None)])["drafting_pays"]
+    assert not _verdict([row(2, 1.5, 1.3, 0.9)], [row(2, 1.5, 1.3, None)], on_cpu=True)[
+        "drafting_pays"
+    ]
 
 
 def test_table_fits_a_hundred_columns(save: Callable[..., Path], prompts: Path) -> None:
@@ -232,3 +234,34 @@ def test_table_fits_a_hundred_columns(save: Callable[..., Path], prompts: Path) 
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text.replace(str(folder), "")
     assert "Identical to the target's own greedy output" in text
+    assert "One plain step of the target takes" in text
+
+
+def test_a_lookahead_named_twice_counts_once(save: Callable[..., Path], prompts: Path) -> None:
+    folder = save(make_model())
+    assert [r.lookahead for r in scored(folder, folder, prompts, lookaheads=(2, 2)).decode] == [2]
+
+
+def test_a_prediction_that_the_measurement_does_not_bear_out() -> None:
+    from draftsmith.accept.score import _verdict
+
+    def row(predicted: float, measured: float | None) -> Row:
+        figures = dict.fromkeys(("rounds", "accepted", "t_draft_ms", "t_verify_ms", "t_ar_ms"), 1.0)
+        return Row(
+            **figures,  # type: ignore[arg-type]
+            lookahead=3,
+            proposed=3,
+            emitted=2,
+            accepted_per_round=1.0,
+            emitted_per_round=2.0,
+            acceptance_rate=0.3,
+            per_position=[1.0, 0.0, 0.0],
+            break_even_emitted_per_round=1.9,
+            break_even_acceptance=0.3,
+            speedup_predicted=predicted,
+            speedup_measured=measured,
+        )
+
+    text = _verdict([row(1.05, 0.98)], [row(1.05, None)], on_cpu=False)["text"]
+    assert "1.05 times is predicted at k = 3, but 0.98 was measured" in text
+    assert "GPU" not in text

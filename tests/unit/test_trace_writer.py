@@ -207,3 +207,32 @@ def test_validation_rows_are_held_out(save: Callable[..., Path], tiny: Any, tmp_
     assert {r.sampled for r in validation} == {True, False}
     sides = [{r.tokens.tobytes() for r in rows} for rows in (train, validation)]
     assert not sides[0] & sides[1]
+
+
+def test_empty_batches_are_no_gap() -> None:
+    """A batch whose prompts came to nothing counts as written, or the stage would never end."""
+    assert trace._needed({0: 100, 1: 0, 2: 100, 3: 100}, 250) == [0, 1, 2, 3]
+    assert trace._needed({0: 100, 2: 100}, 250) == [0]
+
+
+def test_a_worker_that_was_killed_is_told() -> None:
+    from types import SimpleNamespace
+
+    team = SimpleNamespace(processes=[SimpleNamespace(exitcode=c) for c in (None, -9)])
+    with pytest.raises(DraftsmithError, match=r"exit code -9; out of memory"):
+        trace._Team.check(team)  # type: ignore[arg-type]
+
+
+def test_prompts_that_fill_the_context_are_left_out(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = make_model(max_position_embeddings=24)
+    target = save(model)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "she has"}\n{"text": "%s"}\n' % ("how many apples " * 20))
+    data = {"source": "prompts", "path": [str(prompts)]}
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    write_traces(recipe_for(target, data=data), resolve(str(target)), folder)
+    (row,) = TraceStore(folder).rows("train") + TraceStore(folder).rows("validation")
+    assert len(row.tokens) <= 24
