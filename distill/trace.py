@@ -39,6 +39,7 @@ from draftsmith.data.chat import (
 )
 from draftsmith.data.corpus import corpus_dataset, corpus_files, count_rows
 from draftsmith.data.progress import Progress, say
+from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import (
     TraceRow,
     id_dtype,
@@ -285,7 +286,7 @@ def write_batch(
 ) -> list[TraceRow]:
     """The rows of one batch; empty when prompts have run out."""
     generator = torch.Generator(writer.model.device)
-    generator.manual_seed((job.seed << 32) + number)
+    generator.manual_seed(derived_seed(job.seed, number))
     ids = prompts.get(number, writer, generator)
     if not ids:
         return []

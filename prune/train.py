@@ -13,6 +13,7 @@ from draftsmith.checkpoints.loading import autocast
 from draftsmith.checkpoints.shape import Shape, changed_axes
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.progress import Progress, say
+from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import Engine, TorchEngine, freeze_all_but
@@ -207,7 +208,7 @@ def _resume(engine: Engine, lagrangian: Lagrangian) -> list[dict[str, float]]:
 
 def _generator(seed: int, step: int, device: torch.device) -> torch.Generator:
     """Noise that depends on the step alone, so that a resumed run draws the same."""
-    return torch.Generator(device).manual_seed((seed << 32) + step)
+    return torch.Generator(device).manual_seed(derived_seed(seed, step))
 
 
 def _check_convergence(expected: dict[str, float], drafter: Shape, *, snap: bool) -> None:

@@ -162,6 +162,14 @@ def test_learning_is_deterministic_and_weights_stay(tmp_path: Path) -> None:
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+def test_noise_depends_on_seed_and_step_alone() -> None:
+    def draw(seed: int, step: int) -> list[float]:
+        return torch.rand(4, generator=train._generator(seed, step, torch.device("cpu"))).tolist()
+
+    assert draw(1, 2) == draw(1, 2)
+    assert len({tuple(draw(seed, step)) for seed in range(3) for step in range(3)}) == 9
+
+
 def test_masks_close_the_useless_layers(tmp_path: Path) -> None:
     """Two blocks that add nothing are cut; the model's own text is the teacher."""
     model = make_model(initializer_range=0.3)
