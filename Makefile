@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A CPU build on machines that have no other; set TORCH=torch to let pip choose one for your GPU.
+# The release that was tested. For a GPU: `make clean install TORCH="torch --index-url …"`.
 TORCH ?= torch==2.13.0
 # One thread where other work may run: with busy cores two can be ten times slower than one.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
