@@ -165,8 +165,8 @@ def compute_dtype(name: str, device: Any) -> Any:
         name: `float32`, `bfloat16`, or `auto` for the one whose products are quickest.
         device: where the work is done.
 
-    bfloat16 on a CPU pays only where its products are instructions of the machine; measured on
-    AVX512-BF16 in benchmarks/dtype.py, elsewhere they are emulated and several times slower.
+    bfloat16 on a CPU pays only where its products are instructions of the machine, elsewhere they
+    are emulated and slow; benchmarks/dtype.py measures it.
     """
     import torch
 
