@@ -45,6 +45,10 @@ OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="the run's folder; default: runs/NAME")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="show results and errors only")]
+AllowPickleOption = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="read .bin weights where a model has no .safetensors"),
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 
@@ -168,7 +172,8 @@ def score(
                 f"--json {json_file}: there is no folder {json_file.parent}; make it"
             )
         from draftsmith.accept.score import score_drafter
-        from draftsmith.checkpoints.loading import quiet_transformers, resolve
+        from draftsmith.checkpoints.formats import resolve
+        from draftsmith.checkpoints.loading import quiet_transformers
         from draftsmith.data.files import storage, write_json
 
         quiet_transformers()
@@ -210,7 +215,8 @@ def export(
         if out.exists():
             raise RequestError(f"--out {out}: is there already; name a new folder")
         from draftsmith.checkpoints.export import export_drafter
-        from draftsmith.checkpoints.loading import quiet_transformers, resolve
+        from draftsmith.checkpoints.formats import resolve
+        from draftsmith.checkpoints.loading import quiet_transformers
         from draftsmith.data.files import new_folder
 
         quiet_transformers()
@@ -232,7 +238,8 @@ def compact(
     with _session(quiet, debug):
         if out.exists():
             raise RequestError(f"--out {out}: is there already; name a new folder")
-        from draftsmith.checkpoints.loading import quiet_transformers, resolve
+        from draftsmith.checkpoints.formats import resolve
+        from draftsmith.checkpoints.loading import quiet_transformers
         from draftsmith.data.files import new_folder
         from draftsmith.prune.compact import compact_from_file
 
@@ -241,6 +248,38 @@ def compact(
         with new_folder(out) as partial:
             compact_from_file(reference, masks, partial)
         print(out)
+
+
+@app.command(
+    epilog="draftsmith inspect runs/quickstart  ·  draftsmith inspect org/small --target org/large "
+    "--json"
+)
+def inspect(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="a checkpoint, a masks.json, a trace store or a run"),
+    ],
+    target: Annotated[
+        str | None, typer.Option(help="say whether the checkpoint can draft for this model")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    allow_pickle: AllowPickleOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """What a checkpoint, a masks file, a trace store or a run holds; nothing is loaded."""
+    with _session(quiet=False, debug=debug):
+        import json
+
+        from draftsmith.checkpoints.loading import quiet_transformers
+        from draftsmith.recipes.inspection import inspect as inspect_path
+        from draftsmith.recipes.inspection import render
+
+        quiet_transformers()
+        found = inspect_path(path, target, allow_pickle)
+        if as_json:
+            print(json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False))
+        else:
+            _print(render(found))
 
 
 @recipes_app.command("list", epilog="draftsmith recipes list")
@@ -312,11 +351,15 @@ def _lookaheads(text: str) -> tuple[int, ...]:
 
 
 def _show(plain: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from draftsmith.accept.table import render
 
-    Console(width=100).print(render(plain))
+    _print(render(plain))
+
+
+def _print(what: Any) -> None:
+    from rich.console import Console
+
+    Console(width=100).print(what)
 
 
 if __name__ == "__main__":

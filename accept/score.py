@@ -12,17 +12,18 @@ from draftsmith.accept.drafters import AutoregressiveDrafter
 from draftsmith.accept.latency import Latency, break_even_acceptance, measure_latency
 from draftsmith.accept.replay import RoundCounts, greedy_matches, replay
 from draftsmith.checkpoints import provenance
+from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.checkpoints.generation import stop_ids
 from draftsmith.checkpoints.loading import (
-    ModelRef,
     describe,
     load_config,
     load_model,
     load_tokenizer,
-    stop_ids,
+    require_decoder,
 )
 from draftsmith.checkpoints.pair import SharedVocabulary, check_pair, own_vocabulary
 from draftsmith.data.chat import Prompt, read_prompts
-from draftsmith.data.progress import Progress
+from draftsmith.data.progress import Progress, say
 from draftsmith.errors import RequestError
 
 SCHEMA = 1
@@ -137,17 +138,19 @@ def score_drafter(
         RequestError: the tokenizers differ (before any weight is loaded), or a bad prompt file.
     """
     tokenizer = load_tokenizer(target)
-    target_vocab = describe(load_config(target), target)[1].vocab
-    drafter_vocab = describe(load_config(drafter), drafter)[1].vocab
-    shared = check_pair(tokenizer, load_tokenizer(drafter), target_vocab, drafter_vocab)
+    config = load_config(target)
+    require_decoder(describe(config, target)[0], target.spec)
+    found = check_pair(target, drafter)
+    for note in found.notes:
+        say(f"note: {note}")
     rows = read_prompts(prompts, tokenizer, limit)
-    check_lengths(rows, load_config(target).max_position_embeddings)
+    check_lengths(rows, config.max_position_embeddings)
     target_model = target_model if target_model is not None else load_model(target)
     pair = Pair(
         target=CachedModel(target_model),
         drafter=CachedModel(load_model(drafter)),
-        shared=shared,
-        allowed=own_vocabulary(tokenizer, target_vocab),
+        shared=found.shared,
+        allowed=own_vocabulary(tokenizer, found.target_rows),
         limits=Limits(max_new_tokens, stop_ids(target_model)),
     )
     return score_pair(

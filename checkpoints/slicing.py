@@ -1,52 +1,90 @@
 """From a choice of indices to the compact model: one slicer for every family and axis."""
 
 import copy
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.checkpoints.families.base import Dim, Family
-from draftsmith.checkpoints.shape import Shape, shape_of
+from draftsmith.checkpoints.families.base import (
+    AXES,
+    DIMENSIONS,
+    FIXED,
+    WITHIN,
+    Axis,
+    Family,
+    template_of,
+)
+from draftsmith.checkpoints.heads import shares_head, untie_head
+from draftsmith.checkpoints.shape import Shape, check_shape, shape_of
 from draftsmith.errors import DraftsmithError
 
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_TOKEN_ID = re.compile(r"token_ids?$")
+# Lists of ids in configs that may lose entries, and do so when the vocabulary is cut.
+_TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is kept, in the source's numbering; every tuple is ascending.
+    """What is kept along every axis, in the source's numbering; every tuple is ascending.
 
     Attributes:
-        layers: kept blocks.
+        layers: kept decoder blocks.
         kv_heads: for each kept block, the kept KV heads.
-        heads: for each kept block and kept KV head, the kept query heads of its group
+        heads_per_group: for each kept block and kept KV head, the kept query heads of its group
             (0 … heads_per_group - 1).
         ffn: for each kept block, the kept FFN channels.
         hidden: the kept dimensions of the residual stream.
+        vocab: the kept tokens; None keeps all.
+        cross_heads: for each kept block, the kept heads that look at the encoder.
+        encoder_layers: kept encoder blocks.
+        encoder_heads: for each of them, the kept heads.
+        encoder_ffn: for each of them, the kept FFN channels.
     """
 
     layers: tuple[int, ...]
     kv_heads: tuple[tuple[int, ...], ...]
-    heads: tuple[tuple[tuple[int, ...], ...], ...]
+    heads_per_group: tuple[tuple[tuple[int, ...], ...], ...]
     ffn: tuple[tuple[int, ...], ...]
     hidden: tuple[int, ...]
+    vocab: tuple[int, ...] | None = None
+    cross_heads: tuple[tuple[int, ...], ...] = ()
+    encoder_layers: tuple[int, ...] = ()
+    encoder_heads: tuple[tuple[int, ...], ...] = ()
+    encoder_ffn: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of_layers(cls, shape: Shape, layers: Iterable[int]) -> "Selection":
-        """Keep some blocks of `shape`, each at full width."""
-        kept = tuple(layers)
-        groups = tuple(range(shape.kv_heads))
-        return cls(
-            layers=kept,
-            kv_heads=(groups,) * len(kept),
-            heads=((tuple(range(shape.heads_per_group)),) * len(groups),) * len(kept),
-            ffn=(tuple(range(shape.ffn)),) * len(kept),
-            hidden=tuple(range(shape.hidden)),
+    def choose(cls, shape: Shape, choose: Callable[[Axis, tuple[int, ...]], Iterable[int]]) -> Any:
+        """Build a selection by asking for the kept entries of each axis, in each kept place.
+
+        Args:
+            shape: the source's.
+            choose: (axis, place) -> kept entries; the place is () for layers and widths of the
+                whole model, (layer,) inside a layer, (layer, kv_head) for query heads, all in
+                the source's numbering. Tokens are not asked for.
+        """
+        kept: dict[Axis, Any] = {}
+        for axis in AXES:
+            if axis != "vocab":
+                kept[axis] = _choose(axis, kept, choose) if getattr(shape, axis) else ()
+        return cls(**kept)
+
+    @classmethod
+    def of_layers(
+        cls, shape: Shape, layers: Iterable[int], encoder_layers: Iterable[int] | None = None
+    ) -> "Selection":
+        """Keep some blocks of `shape`, each at full width; None keeps all of the encoder's."""
+        kept: dict[Axis, Iterable[int]] = {"layers": tuple(layers)}
+        if encoder_layers is not None:
+            kept["encoder_layers"] = tuple(encoder_layers)
+        selection: Selection = cls.choose(
+            shape, lambda axis, place: kept.get(axis, range(getattr(shape, axis)))
         )
+        return selection
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Selection":
@@ -57,100 +95,177 @@ class Selection:
         """As lists, for JSON."""
         return asdict(self)
 
-    def shape(self, source: Shape) -> Shape:
+    def places(self, axis: Axis) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(place, kept entries) wherever the axis is cut; places as for `choose`."""
+        kept = getattr(self, axis)
+        outer = WITHIN.get(axis)
+        if outer is None:
+            yield (), tuple(range(0)) if kept is None else kept
+        elif WITHIN.get(outer) is None:
+            yield from (((o,), k) for o, k in zip(getattr(self, outer), kept, strict=True))
+        else:
+            for (place, entries), groups in zip(self.places(outer), kept, strict=True):
+                yield from (((*place, e), k) for e, k in zip(entries, groups, strict=True))
+
+    def shape(self, source: Shape, family: Family | None = None) -> Shape:
         """The shape that comes out.
 
         Raises:
-            DraftsmithError: the counts differ between layers or groups, naming where.
+            DraftsmithError: counts differ between layers or groups, indices are not ascending
+                numbers of the source, or the family's layers must keep the same entries; naming
+                where.
+            RequestError: readers of the family don't take the shape.
         """
-        return Shape(
-            layers=len(self.layers),
-            kv_heads=_uniform("kv_heads", self.layers, map(len, self.kv_heads)),
-            heads_per_group=_uniform(
-                "heads_per_group",
-                [
-                    layer
-                    for layer, groups in zip(self.layers, self.heads, strict=True)
-                    for _ in groups
-                ],
-                [len(group) for groups in self.heads for group in groups],
-            ),
-            head_dim=source.head_dim,
-            ffn=_uniform("ffn", self.layers, map(len, self.ffn)),
-            hidden=len(self.hidden),
-            vocab=source.vocab,
-        )
+        counts = {axis: self._uniform(axis, source) for axis in AXES if getattr(source, axis)}
+        shape = Shape(**(asdict(source) | {str(axis): count for axis, count in counts.items()}))
+        if family is not None:
+            for axis in family.same_in_all_layers:
+                self._check_same(axis, family)
+            for tie in family.ties:
+                _check_tie(tie, source, shape, family)
+            check_shape(shape, family)
+        return shape
 
-    def index(self, dim: Dim, layer: int | None, source: Shape) -> Tensor | None:
-        """Indices kept along a dimension; None keeps all.
+    def index(self, dimension: str, layer: int | None, source: Shape) -> Tensor | None:
+        """Indices kept along a tensor dimension; None keeps all.
 
         Args:
-            dim: the dimension's axis.
+            dimension: of `DIMENSIONS` or `FIXED`.
             layer: position among the kept layers, for dimensions inside a block.
             source: the shape that is cut.
         """
-        if dim in ("vocab", "head_dim"):
+        if dimension in FIXED or dimension == "head_dim":
             return None
-        if dim == "hidden":
-            return torch.tensor(self.hidden)
-        assert layer is not None
-        if dim == "ffn":
-            return torch.tensor(self.ffn[layer])
-        per_head = torch.arange(source.head_dim)
-        starts = (
-            list(self.kv_heads[layer])
-            if dim == "key_value"
-            else [
-                group * source.heads_per_group + head
-                for group, heads in zip(self.kv_heads[layer], self.heads[layer], strict=True)
-                for head in heads
-            ]
-        )
-        return (torch.tensor(starts)[:, None] * source.head_dim + per_head).flatten()
+        axis, *inner = DIMENSIONS[dimension]
+        kept = getattr(self, axis)
+        if kept is None:
+            return None
+        if axis in WITHIN:
+            assert layer is not None
+            kept = kept[layer]
+        if inner[:1] == ["heads_per_group"]:
+            assert layer is not None
+            per_group = source.heads_per_group
+            groups = zip(kept, self.heads_per_group[layer], strict=True)
+            kept = [group * per_group + head for group, heads in groups for head in heads]
+            inner = inner[1:]
+        unit = math.prod(getattr(source, count) for count in inner)
+        return (torch.tensor(kept)[:, None] * unit + torch.arange(unit)).flatten()
 
+    def _uniform(self, axis: Axis, source: Shape) -> int:
+        most = getattr(source, axis)
+        seen: dict[int, str] = {}
+        for place, kept in self.places(axis):
+            if axis == "vocab" and self.vocab is None:
+                return int(most)
+            where = f" in layer {place[0]}" if place else ""
+            if list(kept) != sorted(set(kept)) or not kept or not 0 <= kept[0] <= kept[-1] < most:
+                raise DraftsmithError(
+                    f"{axis}{where}: {_short(kept)} are not ascending numbers from 0 to {most - 1}"
+                )
+            seen.setdefault(len(kept), where)
+        if len(seen) > 1:
+            detail = ", ".join(f"{count}{where}" for count, where in seen.items())
+            raise DraftsmithError(f"{axis} differs between layers: {detail}; a drafter is uniform")
+        return next(iter(seen))
 
-def template_of(name: str) -> tuple[str, int | None]:
-    """Split a weight name into its template and block number."""
-    match = _LAYER.search(name)
-    if match is None:
-        return name, None
-    return f"{name[: match.start()]}{{layer}}{name[match.end() :]}", int(match.group())
-
-
-def slice_state_dict(
-    state: Mapping[str, Tensor], family: Family, source: Shape, selection: Selection
-) -> dict[str, Tensor]:
-    """Cut every tensor of `state` to `selection` and renumber the blocks.
-
-    Raises:
-        DraftsmithError: a tensor that the family's table does not know.
-    """
-    position = {layer: i for i, layer in enumerate(selection.layers)}
-    compact: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        template, layer = template_of(name)
-        if template not in family.tensors:
+    def _check_same(self, axis: Axis, family: Family) -> None:
+        kept = getattr(self, axis)
+        if len(set(kept)) > 1:
             raise DraftsmithError(
-                f"{name}: not in the table of family {family.name}; report the model, please"
+                f"{axis}: {family.name} has one table of positions for all layers, so all keep "
+                f"the same heads; here {_short(kept[0])} and others"
             )
-        if layer is not None and layer not in position:
-            continue
-        at = None if layer is None else position[layer]
-        for axis, dim in enumerate(family.tensors[template]):
-            index = selection.index(dim, at, source)
+
+
+@dataclass(frozen=True)
+class Slicer:
+    """Cuts tensors one by one.
+
+    Attributes:
+        family: the source's table.
+        source: its shape.
+        selection: what is kept.
+        renamed: dimensions that are another one under this config.
+        factors: name of a compact tensor -> (factor, offset): multiplied as (x + offset) * factor
+            - offset, where the model's code derives a scale from its width.
+    """
+
+    family: Family
+    source: Shape
+    selection: Selection
+    renamed: Mapping[str, str]
+    factors: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def of(cls, config: Any, family: Family, selection: Selection) -> "Slicer":
+        """For a source of this config.
+
+        Raises:
+            DraftsmithError: the selection is not uniform, or not one of this source.
+        """
+        source = shape_of(config, family)
+        selection.shape(source, family)
+        one_vocabulary = any(getattr(config, flag) for flag in family.vocab_copies.values())
+        renamed = {"source_vocab": "vocab"} if one_vocabulary else {}
+        factors = _factors(config, family, source, selection)
+        return cls(family, source, selection, renamed, factors)
+
+    def name(self, name: str) -> str | None:
+        """The compact model's name of a tensor; None if it goes.
+
+        Raises:
+            DraftsmithError: a tensor that the family's table does not know.
+        """
+        template, layer = template_of(name)
+        if template not in self.family.tensors:
+            raise DraftsmithError(
+                f"{name}: not in the table of family {self.family.name}; report the model, please"
+            )
+        position = self._position(template, layer)
+        return None if position is None and layer is not None else template.format(layer=position)
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """The kept part of a tensor that stays, as a copy of its own; float64 where scaled."""
+        template, layer = template_of(name)
+        position = self._position(template, layer)
+        for place, dimension in enumerate(self.family.tensors[template]):
+            dimension = self.renamed.get(dimension, dimension)
+            index = self.selection.index(dimension, position, self.source)
             if index is not None:
-                tensor = tensor.index_select(axis, index.to(tensor.device))
-        # A copy of its own: nothing of the source stays alive, nothing is shared on saving.
-        compact[template.format(layer=at)] = tensor.detach().clone()
-    return compact
+                tensor = tensor.index_select(place, index.to(tensor.device))
+        factor, offset = self.factors.get(template.format(layer=position), (1.0, 0.0))
+        if factor != 1.0:
+            return (tensor.detach().double() + offset) * factor - offset
+        # Nothing of the source stays alive, nothing is shared on saving.
+        return tensor.detach().clone()
+
+    def dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The compact model's: half precision would round what a factor changes."""
+        return torch.float32 if self.factors else stored
+
+    def _position(self, template: str, layer: int | None) -> int | None:
+        """A block's number among the kept ones."""
+        if layer is None:
+            return None
+        if template in self.family.first_block:
+            return 0
+        stack = self.family.stack_of(template)
+        assert stack is not None, template
+        kept = getattr(self.selection, stack.layers)
+        return kept.index(layer) if layer in kept else None
+
+
+def slice_state_dict(state: Mapping[str, Tensor], slicer: Slicer) -> dict[str, Tensor]:
+    """Cut every tensor of `state` and renumber the blocks."""
+    names = {name: new for name in state if (new := slicer.name(name)) is not None}
+    return {new: slicer.cut(name, state[name]) for name, new in names.items()}
 
 
 def compact_config(config: Any, family: Family, selection: Selection) -> Any:
     """The config of the compact model: counts, per-layer lists, an explicit head_dim."""
-    source = shape_of(config, family)
-    shape = selection.shape(source)
+    shape = selection.shape(shape_of(config, family), family)
     new = copy.deepcopy(config)
-    keys = family.config
     for key in family.per_layer_config:
         entries = getattr(config, key, None)
         if entries is not None:
@@ -159,39 +274,156 @@ def compact_config(config: Any, family: Family, selection: Selection) -> Any:
         count = getattr(config, key, None)
         if count is not None:
             setattr(new, key, sum(layer < count for layer in selection.layers))
-    setattr(new, keys.layers, shape.layers)
-    setattr(new, keys.heads, shape.heads)
-    setattr(new, keys.kv_heads, shape.kv_heads)
-    setattr(new, keys.head_dim, shape.head_dim)
-    setattr(new, keys.ffn, shape.ffn)
-    setattr(new, keys.hidden, shape.hidden)
+    for count in ("layers", "heads", "kv_heads", "head_dim", "ffn", "hidden", "vocab"):
+        _write(new, getattr(family.config, count), getattr(shape, count))
+    for count in ("encoder_layers", "encoder_heads", "encoder_ffn"):
+        _write(new, getattr(family.config, count), getattr(shape, count))
+    for key, flag in family.vocab_copies.items():
+        if getattr(config, flag):
+            setattr(new, key, shape.vocab)
+    if selection.vocab is not None:
+        renumber_tokens(new, selection.vocab)
     return new
+
+
+def renumber_tokens(config: Any, kept: tuple[int, ...]) -> None:
+    """Give the special ids of a config or generation config their numbers in a cut vocabulary.
+
+    Raises:
+        DraftsmithError: a special token was not kept.
+    """
+    new = {old: i for i, old in enumerate(kept)}
+    for key, value in list(vars(config).items()):
+        if key in _TOKEN_LISTS and value is not None:
+            setattr(config, key, [new[i] for i in value if i in new])
+        elif _TOKEN_ID.search(key) and value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if lost := [i for i in ids if i not in new]:
+                raise DraftsmithError(
+                    f"vocab: {key} {lost[0]} is not among the kept tokens; keep it"
+                )
+            setattr(config, key, [new[i] for i in ids] if isinstance(value, list) else new[value])
 
 
 def compact_model(model: Any, family: Family, selection: Selection) -> Any:
     """Build the compact model of `selection` from a loaded transformers model.
 
     Returns:
-        A model of the same class and dtype on the CPU, in eval mode; tied weights stay tied.
+        A model of the same class on the CPU, in eval mode; tied weights stay tied. Its dtype is
+        the source's, but float32 where a scale had to be taken up by weights.
     """
-    config = compact_config(model.config, family, selection)
-    state = slice_state_dict(model.state_dict(), family, shape_of(model.config, family), selection)
-    compact = type(model)._from_config(config, dtype=model.dtype)
-    compact.load_state_dict(state, strict=True)
+    slicer = Slicer.of(model.config, family, selection)
+    compact = empty_compact(type(model), model.config, slicer, slicer.dtype(model.dtype))
+    if not shares_head(model, family):
+        untie_head(compact, family)
+    state = slice_state_dict(own_tensors(model), slicer)
+    load_tensors(compact, state.items())
     if getattr(model, "generation_config", None) is not None:
         compact.generation_config = copy.deepcopy(model.generation_config)
+        if selection.vocab is not None:
+            renumber_tokens(compact.generation_config, selection.vocab)
     return compact.eval()
+
+
+def empty_compact(model_class: Any, config: Any, slicer: Slicer, dtype: torch.dtype) -> Any:
+    """The compact model with the weights that its class starts from."""
+    new = compact_config(config, slicer.family, slicer.selection)
+    model = model_class._from_config(new, dtype=dtype)
+    if not slicer.family.is_tied(config):
+        untie_head(model, slicer.family)
+    return model
+
+
+def own_tensors(model: Any) -> dict[str, Tensor]:
+    """The state dict with every storage once: a tied tensor under its first name alone."""
+    seen: set[int] = set()
+    own = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            own[name] = tensor
+    return own
+
+
+def load_tensors(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy tensors in, strictly: each has its place, and none is left without.
+
+    Raises:
+        DraftsmithError: naming what is missing or left over.
+    """
+    places = model.state_dict(keep_vars=True)
+    filled = set()
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if name not in places:
+                raise DraftsmithError(f"{name}: the compact model has no such tensor")
+            places[name].copy_(tensor)
+            filled.add(id(places[name]))
+    if missing := [name for name, tensor in places.items() if id(tensor) not in filled]:
+        raise DraftsmithError(f"{missing[0]}: the compact model needs it, the source lacks it")
+
+
+def _factors(
+    config: Any, family: Family, source: Shape, selection: Selection
+) -> dict[str, tuple[float, float]]:
+    """Compact tensors that take up a factor which the model derives from its width."""
+    ratio = source.hidden / len(selection.hidden)
+    factors: dict[str, tuple[float, float]] = {}
+
+    def put(templates: Iterable[str], factor: float, offset: float) -> None:
+        for template in templates:
+            factors[template.format(last=len(selection.layers) - 1)] = (factor, offset)
+
+    for scale in family.scales:
+        if ratio == 1.0 or (scale.flag and not getattr(config, scale.flag)):
+            continue
+        factor = ratio**scale.power
+        put(scale.tensors, factor, 0.0)
+        if family.is_tied(config):
+            put(scale.tied, 1 / factor, scale.offset)
+    return factors
+
+
+def _choose(
+    axis: Axis,
+    kept: Mapping[Axis, Any],
+    choose: Callable[[Axis, tuple[int, ...]], Iterable[int]],
+) -> Any:
+    def pick(*place: int) -> tuple[int, ...]:
+        return tuple(sorted(choose(axis, place)))
+
+    outer = WITHIN.get(axis)
+    if outer is None:
+        return pick()
+    if WITHIN.get(outer) is None:
+        return tuple(pick(entry) for entry in kept[outer])
+    return tuple(
+        tuple(pick(layer, group) for group in groups)
+        for layer, groups in zip(kept[WITHIN[outer]], kept[outer], strict=True)
+    )
+
+
+def _check_tie(tie: tuple[Axis, ...], source: Shape, shape: Shape, family: Family) -> None:
+    first, *others = tie
+    for axis in others:
+        if getattr(shape, axis) * getattr(source, first) != getattr(shape, first) * getattr(
+            source, axis
+        ):
+            raise DraftsmithError(
+                f"{first} {getattr(shape, first)} and {axis} {getattr(shape, axis)}: "
+                f"{', '.join(tie)} of {family.name} are cut in the same ratio"
+            )
+
+
+def _write(config: Any, key: str | None, value: int) -> None:
+    if key is not None:
+        setattr(config, key, value)
 
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
 
 
-def _uniform(axis: str, layers: Iterable[int], counts: Iterable[int]) -> int:
-    seen: dict[int, int] = {}
-    for layer, count in zip(layers, counts, strict=True):
-        seen.setdefault(count, layer)
-    if len(seen) != 1:
-        detail = ", ".join(f"{count} in layer {layer}" for count, layer in seen.items())
-        raise DraftsmithError(f"{axis} differs between layers: {detail}; a drafter is uniform")
-    return next(iter(seen))
+def _short(values: Iterable[Any]) -> str:
+    listed = list(values)
+    return ", ".join(map(str, listed[:6])) + (" …" if len(listed) > 6 else "")

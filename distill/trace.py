@@ -20,15 +20,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.accept.cache import CachedModel, padded_inputs
-from draftsmith.checkpoints.loading import (
-    ModelRef,
-    compute_dtype,
-    default_device,
-    load_model,
-    load_tokenizer,
-    quiet_transformers,
-    stop_ids,
-)
+from draftsmith.checkpoints.devices import compute_dtype, default_device
+from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.checkpoints.generation import stop_ids
+from draftsmith.checkpoints.loading import load_model, load_tokenizer, quiet_transformers
 from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary
 from draftsmith.data.chat import (
     UserTurn,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.accept.replay import RoundCounts, replay
+from draftsmith.checkpoints.devices import autocast
 from draftsmith.checkpoints.families.base import Family
-from draftsmith.checkpoints.loading import autocast
 from draftsmith.checkpoints.slicing import template_of
 from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
-from draftsmith.checkpoints.loading import ModelRef, describe, load_config, load_model
+from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.checkpoints.loading import describe, load_config, load_tokenizer
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import Shape
-from draftsmith.checkpoints.slicing import Selection, compact_model
+from draftsmith.checkpoints.slicing import Selection
+from draftsmith.checkpoints.streaming import compact_checkpoint
+from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.errors import RequestError
 
 
@@ -28,11 +31,16 @@ def read_masks(path: Path) -> tuple[Selection, Shape]:
 def compact_from_file(source: ModelRef, masks: Path, folder: Path) -> None:
     """Cut the compact model of a masks file out of `source` and save it in `folder`.
 
+    The source is read tensor by tensor, so it may be larger than memory.
+
     Raises:
         RequestError: the masks are those of another model.
     """
     selection, made_for = read_masks(masks)
-    family, shape = describe(load_config(source), source)
+    _, shape = describe(load_config(source), source)
     if shape != made_for:
         raise RequestError(f"{masks}: made for {made_for}, but {source.spec} has {shape}")
-    save_model(compact_model(load_model(source), family, selection), source, folder)
+    token_map = None
+    if selection.vocab is not None:
+        token_map = TokenMap.of(selection.vocab, shape.vocab, load_tokenizer(source))
+    save_model(compact_checkpoint(source, selection), source, folder, token_map)

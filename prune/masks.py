@@ -4,14 +4,14 @@ A mask multiplies activations through hooks; no weight is touched and no model c
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.checkpoints.families.base import Axis, Family
+from draftsmith.checkpoints.families.base import AXES, WITHIN, Axis, Family, Stack
 from draftsmith.checkpoints.shape import Shape
 from draftsmith.checkpoints.slicing import Selection
 
@@ -27,13 +27,8 @@ Masks = Mapping[Axis, Tensor]
 
 def mask_shape(axis: Axis, shape: Shape) -> tuple[int, ...]:
     """Dimensions of an axis' mask: one value for each thing that can be cut."""
-    return {
-        "layers": (shape.layers,),
-        "kv_heads": (shape.layers, shape.kv_heads),
-        "heads_per_group": (shape.layers, shape.kv_heads, shape.heads_per_group),
-        "ffn": (shape.layers, shape.ffn),
-        "hidden": (shape.hidden,),
-    }[axis]
+    outer = WITHIN.get(axis)
+    return (*(mask_shape(outer, shape) if outer else ()), getattr(shape, axis))
 
 
 def sample(log_alpha: Tensor, noise: Tensor) -> Tensor:
@@ -99,47 +94,27 @@ class LearnableMasks(nn.Module):
 
         Ties are broken by index. `layers` fixes the kept layers from outside.
         """
-        full = Selection.of_layers(source, range(source.layers))
         values = {axis: p.detach() for axis, p in self.log_alpha.items()}
-        if layers is None:
-            cut = "layers" in values
-            layers = _top(values["layers"], drafter.layers) if cut else full.layers
-        kv_heads, heads, ffn = [], [], []
-        for layer in layers:
-            groups = (
-                _top(values["kv_heads"][layer], drafter.kv_heads)
-                if "kv_heads" in values
-                else full.kv_heads[layer]
-            )
-            kv_heads.append(groups)
-            heads.append(
-                tuple(
-                    _top(values["heads_per_group"][layer, group], drafter.heads_per_group)
-                    if "heads_per_group" in values
-                    else full.heads[layer][group]
-                    for group in groups
-                )
-            )
-            ffn.append(
-                _top(values["ffn"][layer], drafter.ffn) if "ffn" in values else full.ffn[layer]
-            )
-        hidden = _top(values["hidden"], drafter.hidden) if "hidden" in values else full.hidden
-        return Selection(layers, tuple(kv_heads), tuple(heads), tuple(ffn), hidden)
+
+        def choose(axis: Axis, place: tuple[int, ...]) -> Iterable[int]:
+            if axis == "layers" and layers is not None:
+                return layers
+            if axis not in values:
+                return range(getattr(source, axis))
+            return _top(values[axis][place], getattr(drafter, axis))
+
+        selection: Selection = Selection.choose(source, choose)
+        return selection
 
 
 def hard_masks(selection: Selection, source: Shape) -> dict[Axis, Tensor]:
     """The 0/1 masks under which the source computes what the compact model computes."""
-    masks: dict[Axis, Tensor] = {
-        axis: torch.zeros(mask_shape(axis, source))
-        for axis in ("layers", "kv_heads", "heads_per_group", "ffn", "hidden")
-    }
-    masks["hidden"][list(selection.hidden)] = 1
-    for i, layer in enumerate(selection.layers):
-        masks["layers"][layer] = 1
-        masks["kv_heads"][layer, list(selection.kv_heads[i])] = 1
-        for group, heads in zip(selection.kv_heads[i], selection.heads[i], strict=True):
-            masks["heads_per_group"][layer, group, list(heads)] = 1
-        masks["ffn"][layer, list(selection.ffn[i])] = 1
+    masks: dict[Axis, Tensor] = {}
+    for axis in AXES:
+        if getattr(source, axis) and getattr(selection, axis) is not None:
+            masks[axis] = torch.zeros(mask_shape(axis, source))
+            for place, kept in selection.places(axis):
+                masks[axis][place][list(kept)] = 1
     return masks
 
 
@@ -154,29 +129,55 @@ def applied(model: Any, family: Family, shape: Shape, masks: Masks) -> Iterator[
         masks: axis -> values in [0, 1] of `mask_shape`; axes left out are open.
     """
     modules = dict(model.named_modules())
-    names = family.modules
-    with ExitStack() as stack:
-
-        def before(name: str, hook: Callable[..., Any]) -> None:
-            stack.callback(modules[name].register_forward_pre_hook(hook).remove)
-
-        def after(name: str, hook: Callable[..., Any]) -> None:
-            stack.callback(modules[name].register_forward_hook(hook).remove)
-
-        for layer in range(shape.layers):
-            if (heads := _head_mask(masks, layer, shape)) is not None:
-                before(names.attention_out.format(layer=layer), _scale_input(heads))
-            if "ffn" in masks:
-                before(names.ffn_down.format(layer=layer), _scale_input(masks["ffn"][layer]))
-            block = names.block.format(layer=layer)
-            if "layers" in masks and not _skipped(stack, modules[block], masks["layers"][layer]):
-                after(block, _scale_addition(masks["layers"][layer]))
-        if (hidden := masks.get("hidden")) is not None:
-            # The residual stream is read through norms alone: masked there, it is masked.
-            for norm in _residual_norms(family, shape):
-                before(norm, _scale_input(hidden))
-                after(norm, _norm_of_kept(hidden, names.norm_epsilon))
+    with ExitStack() as hooks:
+        for stack in family.stacks:
+            _apply_to_blocks(hooks, modules, stack, shape, masks)
+            if "hidden" in masks:
+                _apply_to_stream(hooks, modules, stack, shape, masks["hidden"])
+        if (vocab := masks.get("vocab")) is not None:
+            hooks.callback(model.register_forward_hook(_close_tokens(vocab)).remove)
         yield
+
+
+def _apply_to_blocks(
+    hooks: ExitStack, modules: dict[str, nn.Module], stack: Stack, shape: Shape, masks: Masks
+) -> None:
+    """Masks of heads, FFN channels and whole blocks."""
+    for layer in range(getattr(shape, stack.layers)):
+        for axis, name in stack.inputs.items():
+            heads = axis == "kv_heads"
+            z = _head_mask(masks, layer, shape) if heads else _inner(masks, axis, layer)
+            if z is not None:
+                module = modules[name.format(layer=layer)]
+                hooks.callback(module.register_forward_pre_hook(_scale_input(z, module)).remove)
+        if (z := _inner(masks, stack.layers, layer)) is None:
+            continue
+        block = modules[stack.block.format(layer=layer)]
+        if stack.returns_more or not _skipped(hooks, block, z):
+            hooks.callback(block.register_forward_hook(_scale_addition(z)).remove)
+
+
+def _apply_to_stream(
+    hooks: ExitStack, modules: dict[str, nn.Module], stack: Stack, shape: Shape, z: Tensor
+) -> None:
+    """The mask of the residual stream, which is read through norms alone.
+
+    Where the stream itself is normalised, blocks read it directly: what enters the first is
+    masked too. A convolution's channels that become the stream are masked where they arise.
+    """
+    for template in stack.norms:
+        layers = range(getattr(shape, stack.layers)) if "{layer}" in template else range(1)
+        for layer in layers:
+            norm = modules[template.format(layer=layer)]
+            epsilon = float(getattr(norm, stack.norm_epsilon))
+            correct = _layer_norm_of_kept if stack.centred else _rms_norm_of_kept
+            hooks.callback(norm.register_forward_pre_hook(_scale_input(z)).remove)
+            hooks.callback(norm.register_forward_hook(correct(z, epsilon)).remove)
+    if stack.post_norm:
+        first = modules[stack.block.format(layer=0)]
+        hooks.callback(first.register_forward_pre_hook(_scale_input(z)).remove)
+    for name in stack.channels:
+        hooks.callback(modules[name].register_forward_hook(_scale_channels(z)).remove)
 
 
 def _top(values: Tensor, count: int) -> tuple[int, ...]:
@@ -184,15 +185,12 @@ def _top(values: Tensor, count: int) -> tuple[int, ...]:
     return tuple(sorted(order.tolist()))
 
 
-def _residual_norms(family: Family, shape: Shape) -> Iterator[str]:
-    for layer in range(shape.layers):
-        for norm in family.modules.norms:
-            yield norm.format(layer=layer)
-    yield family.modules.final_norm
+def _inner(masks: Masks, axis: Axis, layer: int) -> Tensor | None:
+    return masks[axis][layer] if axis in masks else None
 
 
 def _head_mask(masks: Masks, layer: int, shape: Shape) -> Tensor | None:
-    """Mask of the input of a block's output projection, [heads · head_dim]."""
+    """Mask of a block's query heads, [heads]."""
     if "kv_heads" not in masks and "heads_per_group" not in masks:
         return None
     heads = torch.ones(shape.kv_heads, shape.heads_per_group)
@@ -200,10 +198,10 @@ def _head_mask(masks: Masks, layer: int, shape: Shape) -> Tensor | None:
         heads = heads.to(masks["kv_heads"].device) * masks["kv_heads"][layer][:, None]
     if "heads_per_group" in masks:
         heads = heads.to(masks["heads_per_group"].device) * masks["heads_per_group"][layer]
-    return heads.flatten().repeat_interleave(shape.head_dim)
+    return heads.flatten()
 
 
-def _skipped(stack: ExitStack, block: nn.Module, z: Tensor) -> bool:
+def _skipped(hooks: ExitStack, block: nn.Module, z: Tensor) -> bool:
     """Let a closed block pass its input on without computing; whether it is closed.
 
     A hard-concrete z of exactly 0 has no gradient, so nothing is lost, and late in a run most
@@ -212,27 +210,50 @@ def _skipped(stack: ExitStack, block: nn.Module, z: Tensor) -> bool:
     if z.device.type != "cpu" or float(z.detach()) != 0.0:
         return False
     block.forward = lambda hidden_states, *args, **kwargs: hidden_states
-    stack.callback(lambda: delattr(block, "forward"))
+    hooks.callback(lambda: delattr(block, "forward"))
     return True
 
 
-def _scale_input(z: Tensor) -> Callable[..., Any]:
+def _scale_input(z: Tensor, module: nn.Module | None = None) -> Callable[..., Any]:
+    """Multiply a module's first input; a head's value covers all its channels."""
+    width = z.numel() if module is None else int(module.weight.shape[1])  # type: ignore[index]
+    wide = z.repeat_interleave(width // z.numel())
+
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0] * z.to(args[0].dtype), *args[1:])
+        return (args[0] * wide.to(args[0].dtype), *args[1:])
+
+    return hook
+
+
+def _scale_channels(z: Tensor) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output_BCT: Tensor) -> Tensor:
+        return output_BCT * z.to(output_BCT.dtype)[:, None]
 
     return hook
 
 
 def _scale_addition(z: Tensor) -> Callable[..., Any]:
-    """Scale what a block adds to the residual stream."""
+    """Scale what a block adds to the residual stream; what else it returns stays."""
 
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (args[0] + z.to(output[0].dtype) * (output[0] - args[0]), *output[1:])
         return args[0] + z.to(output.dtype) * (output - args[0])
 
     return hook
 
 
-def _norm_of_kept(z: Tensor, epsilon_name: str) -> Callable[..., Any]:
+def _close_tokens(z_V: Tensor) -> Callable[..., Any]:
+    """Make the logits of cut tokens -inf."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+        output["logits"] = output.logits + z_V.log().to(output.logits.dtype)
+        return output
+
+    return hook
+
+
+def _rms_norm_of_kept(z: Tensor, epsilon: float) -> Callable[..., Any]:
     """Correct an RMS norm that divided by the full width: only kept dimensions count.
 
     The masked input is zero elsewhere, so its sum of squares is right; the divisor, and with it
@@ -241,10 +262,27 @@ def _norm_of_kept(z: Tensor, epsilon_name: str) -> Callable[..., Any]:
 
     def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x = args[0].float()
-        epsilon = float(getattr(module, epsilon_name))
         squares = x.square().sum(-1, keepdim=True)
         wrong = (squares / x.shape[-1] + epsilon).rsqrt()
         right = (squares / z.float().sum() + epsilon).rsqrt()
         return output * (right / wrong).to(output.dtype)
+
+    return hook
+
+
+def _layer_norm_of_kept(z: Tensor, epsilon: float) -> Callable[..., Any]:
+    """Replace a LayerNorm's statistics by those of the kept dimensions.
+
+    Its output is not zero where its input is, so the mask acts on it once more.
+    """
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x, kept = args[0].float(), z.float()
+        count = kept.sum()
+        centred = x - x.sum(-1, keepdim=True) / count
+        variance = (kept * centred.square()).sum(-1, keepdim=True) / count
+        normal = centred * (variance + epsilon).rsqrt()
+        affine = normal * module.weight.float() + module.bias.float()  # type: ignore[operator]
+        return (affine * kept).to(output.dtype)
 
     return hook

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.checkpoints.devices import autocast
 from draftsmith.checkpoints.families.base import Family
-from draftsmith.checkpoints.loading import autocast
 from draftsmith.checkpoints.shape import Shape, changed_axes
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.progress import Progress, say

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.checkpoints import provenance
+from draftsmith.checkpoints.devices import compute_dtype, default_device
+from draftsmith.checkpoints.formats import ModelRef, resolve
 from draftsmith.checkpoints.loading import (
-    ModelRef,
-    compute_dtype,
-    default_device,
     describe,
     load_config,
     load_model,
     load_tokenizer,
     quiet_transformers,
-    resolve,
+    require_decoder,
 )
-from draftsmith.checkpoints.pair import check_pair
-from draftsmith.checkpoints.saving import check_tokenizer_rows, save_model
+from draftsmith.checkpoints.pair import check_pair, check_tokenizer_rows
+from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import Shape, resolve_shape
 from draftsmith.data.chat import prompt_file, read_prompts, user_turn
 from draftsmith.data.corpus import corpus_files
@@ -124,13 +123,14 @@ def check(run: Run) -> Shape:
 
     config = load_config(run.source)
     family, source = describe(config, run.source)
+    require_decoder(family, run.source.spec)
     prune = run.recipe.prune
-    shape = resolve_shape(source, prune.shape, prune.axes)
+    shape = resolve_shape(source, asdict(prune.shape), family, prune.axes)
     target = load_config(run.target)
     _, target_shape = describe(target, run.target)
     check_tokenizer_rows(run.tokenizer, target_shape.vocab, run.recipe.target)
     if run.source != run.target:
-        check_pair(run.tokenizer, load_tokenizer(run.source), target_shape.vocab, source.vocab)
+        check_pair(run.target, run.source)
         check_tokenizer_rows(run.tokenizer, source.vocab, run.source.spec)
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
@@ -249,7 +249,7 @@ def _prune(run: Run, folder: Path) -> None:
 
     model, settings = run.source_model, run.recipe.prune
     family, source = describe(model.config, run.source)
-    shape = resolve_shape(source, settings.shape, settings.axes)
+    shape = resolve_shape(source, asdict(settings.shape), family, settings.axes)
     if settings.method == "masks":
         result = learn_masks(
             model,

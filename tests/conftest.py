@@ -74,38 +74,70 @@ def tokenizer() -> Any:
     return make_tokenizer()
 
 
+# Axis or size -> its count in a tiny model; a family's table says under which config field.
+TINY_COUNTS: dict[str, int] = {
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 64,
+    "hidden": 32,
+    "vocab": TINY_VOCAB,
+    "context": 256,
+    "encoder_layers": 3,
+    "encoder_heads": 4,
+    "encoder_ffn": 48,
+    "mel_bins": 8,
+    "frames": 20,
+}
+# Fields of any family; those that it lacks do no harm.
 TINY: dict[str, Any] = {
     "vocab_size": TINY_VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 64,
-    "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+    "begin_suppress_tokens": None,
     "tie_word_embeddings": False,
     # Wide enough that random models have opinions.
     "initializer_range": 0.2,
+    "init_std": 0.2,
 }
+
+
+def tiny_config(family: str = "llama", **changes: Any) -> Any:
+    """A small config of a family, from the sizes that its table names."""
+    from transformers import AutoConfig
+
+    keys = families()[family].config
+    sizes = {
+        field: count
+        for name, count in TINY_COUNTS.items()
+        if (field := getattr(keys, name)) and (keys.encoder_layers or name != "frames")
+    }
+    return AutoConfig.for_model(family, **(TINY | sizes | changes))
 
 
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     """A random model of a family in float32, in eval mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    config = AutoConfig.for_model(family, **(TINY | changes))
+    from draftsmith.checkpoints.heads import shares_head, untie_head
+
+    config, table = tiny_config(family, **changes), families()[family]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = getattr(transformers, table.auto).from_config(config, dtype=torch.float32)
+    if not table.is_tied(config) and shares_head(model, table):
+        untie_head(model, table)
+        model.get_submodule(table.head).weight.data.normal_(std=0.2)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, tensor in model.state_dict().items():
             # Biases and gains that are all equal would hide a wrong index.
-            if name.endswith("bias"):
-                parameter.normal_(std=0.2)
-            elif parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+            if name.endswith("bias") or "relative_attention" in name:
+                tensor.normal_(std=0.2)
+            elif tensor.dim() == 1:
+                tensor.add_(torch.randn_like(tensor) * 0.2)
     return model.eval()
 
 
@@ -119,6 +151,16 @@ def tiny() -> Any:
 def tiny_drafter() -> Any:
     """The same with 2 layers and another seed."""
     return make_model(seed=1, num_hidden_layers=2)
+
+
+# Families of decoders alone; what trains and scores takes no others yet.
+CAUSAL = sorted(name for name, family in families().items() if not family.has_encoder)
+
+
+@pytest.fixture(params=CAUSAL)
+def causal_family(request: pytest.FixtureRequest) -> str:
+    """Every family without an encoder."""
+    return str(request.param)
 
 
 @pytest.fixture(params=sorted(families()))

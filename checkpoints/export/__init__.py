@@ -6,16 +6,13 @@ from typing import Any
 
 import torch
 
-from draftsmith.checkpoints.loading import (
-    ModelRef,
-    describe,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.checkpoints.loading import describe, load_config, load_model
 from draftsmith.checkpoints.pair import check_pair
-from draftsmith.checkpoints.saving import check_tokenizer_rows
+from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.data.files import storage, write_json
+from draftsmith.data.progress import say
+from draftsmith.errors import RequestError
 
 
 def export_drafter(
@@ -29,19 +26,31 @@ def export_drafter(
     """
     from draftsmith.checkpoints.export import gguf, hf
 
+    pair = check_pair(target, drafter)
+    for note in pair.notes:
+        say(f"note: {note}")
     config = load_config(drafter)
     family, shape = describe(config, drafter)
-    vocab = describe(load_config(target), target)[1].vocab
-    tokenizer = load_tokenizer(target)
-    check_pair(tokenizer, load_tokenizer(drafter), vocab, shape.vocab)
-    check_tokenizer_rows(tokenizer, shape.vocab, drafter.spec)
+    token_map = TokenMap.read(drafter.folder, shape.vocab)
+    if "gguf" in to:
+        if token_map is not None:
+            raise RequestError(
+                f"export gguf: {drafter.spec} has a cut vocabulary, and llama.cpp needs the "
+                "target's; export it to hf"
+            )
+        gguf.preflight(config, family, shape, target, gguf_type)
     # Exactly what was trained, whatever this machine computes best.
     model = load_model(drafter, device="cpu", dtype=torch.float32)
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"drafter": drafter.spec, "target": target.spec, "shape": str(shape)}
+    report: dict[str, Any] = {
+        "drafter": drafter.spec,
+        "target": target.spec,
+        "shape": str(shape),
+        "pair": {"verdict": pair.verdict, "notes": pair.notes},
+    }
     if "hf" in to:
-        report["hf"] = asdict(hf.export(model, target, folder / "hf"))
+        report["hf"] = asdict(hf.export(model, target, folder / "hf", token_map))
     if "gguf" in to:
         path = folder / f"drafter-{gguf_type}.gguf"
         report["gguf"] = asdict(gguf.export(model, family, target, path, gguf_type))

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.checkpoints.export.parity import Parity, compare
-from draftsmith.checkpoints.families.base import Family
-from draftsmith.checkpoints.loading import ModelRef, load_model, load_tokenizer, resolve
-from draftsmith.checkpoints.saving import check_tokenizer_rows
+from draftsmith.checkpoints.families.base import Family, template_of
+from draftsmith.checkpoints.formats import ModelRef, resolve
+from draftsmith.checkpoints.layout import layout_of
+from draftsmith.checkpoints.loading import load_model, load_tokenizer
+from draftsmith.checkpoints.pair import check_tokenizer_rows
 from draftsmith.checkpoints.shape import Shape, shape_of
-from draftsmith.checkpoints.slicing import template_of
 from draftsmith.data.files import write_file
 from draftsmith.errors import DraftsmithError, RequestError
 
@@ -47,7 +48,7 @@ def export(model: Any, family: Family, target: ModelRef, path: Path, tensor_type
     """
     shape = shape_of(model.config, family)
     preflight(model.config, family, shape, target, tensor_type)
-    _check_uniform(model, family, shape)
+    _check_uniform(model, family)
     write_file(path, lambda partial: _write(model, family, shape, target, partial, tensor_type))
     return compare(load_model(resolve(str(path)), device="cpu"), model, tensor_type, str(path))
 
@@ -82,7 +83,7 @@ def preflight(
             f"export gguf: rotary scaling {kind!r} is not written yet; set export.to: [hf]"
         )
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor_type]][0]
-    for width in (shape.hidden, shape.ffn, shape.size("query")):
+    for width in (shape.hidden, shape.ffn, shape.heads * shape.head_dim):
         if width % block:
             raise RequestError(
                 f"export gguf: rows of {width} can't be packed as {tensor_type} in blocks of "
@@ -96,10 +97,11 @@ def preflight(
         _bpe(tokenizer, target)
 
 
-def _check_uniform(model: Any, family: Family, shape: Shape) -> None:
+def _check_uniform(model: Any, family: Family) -> None:
     """Compare every tensor with the shape that the config states (case A17)."""
+    expected_shapes = layout_of(model.config, family).shapes
     for name, tensor in model.state_dict().items():
-        expected = tuple(map(shape.size, family.tensors[template_of(name)[0]]))
+        expected = expected_shapes.get(name)
         if tuple(tensor.shape) != expected:
             raise DraftsmithError(
                 f"export gguf: {name} is {tuple(tensor.shape)}, but the config says {expected}; "
@@ -167,7 +169,7 @@ def _tensors(model: Any, family: Family, shape: Shape) -> Iterator[tuple[str, ND
     names = gguf.get_tensor_name_map(architecture, shape.layers)
     tied = bool(model.config.tie_word_embeddings)
     for name, tensor in model.state_dict().items():
-        if tied and name == f"{family.modules.head}.weight":
+        if tied and name == f"{family.head}.weight":
             continue
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if new is None:

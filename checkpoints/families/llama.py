@@ -2,5 +2,11 @@
 
 from draftsmith.checkpoints.families.base import Family, Gguf, decoder_tensors
 
-_TENSORS, _OPTIONAL = decoder_tensors(attention_bias=True, ffn_bias=True)
-FAMILY = Family("llama", _TENSORS, _OPTIONAL, gguf=Gguf("llama", interleaved=True))
+_TENSORS, _OPTIONAL = decoder_tensors(attention_bias=True, output_bias=True, ffn_bias=True)
+FAMILY = Family(
+    "llama",
+    _TENSORS,
+    _OPTIONAL,
+    hidden_of_heads=True,
+    gguf=Gguf("llama", interleaved=True),
+)

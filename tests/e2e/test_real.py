@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from draftsmith.checkpoints.families import families
-from draftsmith.checkpoints.loading import load_config, load_model, load_tokenizer, resolve
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.loading import load_config, load_model, load_tokenizer
 from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.data.chat import user_turn

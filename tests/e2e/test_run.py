@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.checkpoints.loading import load_model, resolve
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.loading import load_model
 from draftsmith.recipes.loading import load
 from draftsmith.recipes.run import STAGES, Run, run_stages
 from tests.conftest import make_model

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.checkpoints.loading import load_tokenizer, resolve
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.loading import load_tokenizer
 from draftsmith.data.chat import read_prompts
 from draftsmith.data.corpus import corpus_files, read_texts
 from draftsmith.data.traces import TraceStore

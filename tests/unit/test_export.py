@@ -10,7 +10,8 @@ import torch
 
 from draftsmith.checkpoints.export import export_drafter, gguf, hf
 from draftsmith.checkpoints.families import families
-from draftsmith.checkpoints.loading import load_model, load_tokenizer, resolve
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.loading import load_model, load_tokenizer
 from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.errors import DraftsmithError, RequestError
@@ -45,12 +46,13 @@ def export_gguf(
     ],
     ids=str,
 )
+@pytest.mark.parametrize("family", [n for n, f in sorted(families().items()) if f.gguf])
 def test_gguf_shapes_and_logits(
-    family_name: str, changes: dict[str, Any], save: Callable[..., Path], tmp_path: Path
+    family: str, changes: dict[str, Any], save: Callable[..., Path], tmp_path: Path
 ) -> None:
     from gguf import GGUFReader
 
-    model = make_model(family_name, **(NO_WINDOW | changes))
+    model = make_model(family, **(NO_WINDOW | changes))
     path = export_gguf(model, save, tmp_path)
     tensors = {t.name: t for t in GGUFReader(path).tensors}
     config = model.config

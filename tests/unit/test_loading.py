@@ -16,19 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 import draftsmith
-from draftsmith.checkpoints.loading import (
-    ModelRef,
-    compute_dtype,
-    default_device,
-    describe,
-    load_config,
-    load_model,
-    load_tokenizer,
-    repair_generation_config,
-    resolve,
-    stop_ids,
-    working_dtype,
-)
+from draftsmith.checkpoints.devices import compute_dtype, default_device, working_dtype
+from draftsmith.checkpoints.formats import ModelRef, resolve
+from draftsmith.checkpoints.generation import repair_generation_config, stop_ids
+from draftsmith.checkpoints.loading import describe, load_config, load_model, load_tokenizer
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.errors import RequestError
 from tests.conftest import make_model

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.checkpoints.loading import load_tokenizer, resolve
-from draftsmith.checkpoints.pair import SharedVocabulary, check_pair, own_vocabulary
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.loading import load_tokenizer
+from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary, shared_vocabulary
 from draftsmith.checkpoints.saving import (
     TOKENIZER_FILES,
     check_tokenizer_rows,
@@ -50,15 +51,15 @@ def swap(a: int, b: int) -> Any:
 
 
 def test_A1_padded_sizes_differ_and_only_tokens_are_shared(ninety: Any) -> None:
-    assert check_pair(ninety, copy.deepcopy(ninety), 104, 96) == SharedVocabulary(90)
-    assert check_pair(ninety, ninety, 96, 104) == SharedVocabulary(90)
+    assert shared_vocabulary(ninety, copy.deepcopy(ninety), 104, 96) == SharedVocabulary(90)
+    assert shared_vocabulary(ninety, ninety, 96, 104) == SharedVocabulary(90)
     assert own_vocabulary(ninety, 104) == SharedVocabulary(90)
 
 
 @pytest.mark.parametrize("columns", [104, 96])
 def test_A1_padding_ids_never_win(ninety: Any, columns: int) -> None:
     """Neither by arg max nor by sampling, though their logits are the largest by far."""
-    shared = check_pair(ninety, ninety, 104, 96)
+    shared = shared_vocabulary(ninety, ninety, 104, 96)
     logits = torch.randn(2, 3, columns, generator=torch.Generator().manual_seed(0))
     logits[..., 90:] = 1e4
     restricted = shared.restrict(logits)
@@ -70,7 +71,7 @@ def test_A1_padding_ids_never_win(ninety: Any, columns: int) -> None:
 
 def test_A1_holes_inside_the_vocabulary_are_masked(ninety: Any) -> None:
     """An id without a string may also lie between two tokens."""
-    shared = check_pair(ninety, Gapped(ninety, {85, 87}), 104, 96)
+    shared = shared_vocabulary(ninety, Gapped(ninety, {85, 87}), 104, 96)
     assert shared == SharedVocabulary(90, (85, 87))
     assert own_vocabulary(Gapped(ninety, {85, 87, 89}), 96) == SharedVocabulary(89, (85, 87))
     logits = torch.zeros(4, 96)
@@ -93,20 +94,20 @@ class Gapped:
 
 
 def test_A1_a_model_of_fewer_rows_than_tokens_shares_its_rows(ninety: Any) -> None:
-    assert check_pair(ninety, ninety, 104, 64) == SharedVocabulary(64)
+    assert shared_vocabulary(ninety, ninety, 104, 64) == SharedVocabulary(64)
 
 
 def test_A1_tokens_that_only_one_side_has_are_not_shared(ninety: Any) -> None:
     longer = copy.deepcopy(ninety)
     longer.add_tokens(["<extra>"])
     assert len(longer) == 91
-    assert check_pair(longer, ninety, 96, 96) == SharedVocabulary(90)
-    assert check_pair(ninety, longer, 96, 96) == SharedVocabulary(90)
+    assert shared_vocabulary(longer, ninety, 96, 96) == SharedVocabulary(90)
+    assert shared_vocabulary(ninety, longer, 96, 96) == SharedVocabulary(90)
 
 
 def test_no_token_in_common_is_refused(ninety: Any) -> None:
     with pytest.raises(RequestError, match="share no token"):
-        check_pair(ninety, Gapped(ninety, set(range(90))), 96, 96)
+        shared_vocabulary(ninety, Gapped(ninety, set(range(90))), 96, 96)
 
 
 # --- A2
@@ -115,7 +116,7 @@ def test_no_token_in_common_is_refused(ninety: Any) -> None:
 def test_A2_swapped_ids_are_named_with_both_strings(ninety: Any) -> None:
     strings = {i: s for s, i in ninety.get_vocab().items()}
     with pytest.raises(RequestError) as raised:
-        check_pair(ninety, changed(ninety, swap(7, 8)), 96, 96)
+        shared_vocabulary(ninety, changed(ninety, swap(7, 8)), 96, 96)
     assert f"id 7 is {strings[7]!r} for the target and {strings[8]!r} for the drafter" in str(
         raised.value
     )
@@ -128,7 +129,7 @@ def test_A2_the_first_difference_is_named_wherever_it_is(ninety: Any, a: int, b:
     swap(a, b)(swapped.vocab)
     for target, drafter in ((plain, swapped), (swapped, plain)):
         with pytest.raises(RequestError, match=rf"different tokenizers: id {a} is "):
-            check_pair(target, drafter, 96, 96)
+            shared_vocabulary(target, drafter, 96, 96)
 
 
 # --- A32
@@ -182,4 +183,4 @@ def test_A32_a_saved_drafter_has_the_targets_own_tokenizer(
         assert (out / name).read_bytes() == (reordered / name).read_bytes()
     target = load_tokenizer(resolve(str(reordered)))
     drafter = load_tokenizer(resolve(str(out)))
-    assert check_pair(target, drafter, 96, 96) == SharedVocabulary(96)
+    assert shared_vocabulary(target, drafter, 96, 96) == SharedVocabulary(96)

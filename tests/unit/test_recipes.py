@@ -1,12 +1,13 @@
 """Strict recipes: what is refused and how, overrides, the shipped ones, and legal shapes."""
 
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import FrozenInstanceError, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.families.base import Axis
 from draftsmith.checkpoints.shape import Shape, resolve_shape
 from draftsmith.errors import RequestError
@@ -229,7 +230,7 @@ SINGLE = Shape(layers=4, kv_heads=4, heads_per_group=1, head_dim=8, ffn=64, hidd
 
 
 def resolve(source: Shape, axes: tuple[Axis, ...] | None = None, **wanted: int) -> Shape:
-    return resolve_shape(source, ShapeSettings(**wanted), axes)
+    return resolve_shape(source, asdict(ShapeSettings(**wanted)), families()["mistral"], axes)
 
 
 def test_what_is_not_asked_for_stays() -> None:

@@ -11,7 +11,7 @@ from draftsmith.accept.latency import Latency, break_even_acceptance
 from draftsmith.accept.replay import RoundCounts
 from draftsmith.accept.score import Row, score_drafter
 from draftsmith.accept.table import render
-from draftsmith.checkpoints.loading import resolve
+from draftsmith.checkpoints.formats import resolve
 from draftsmith.errors import RequestError
 from tests.conftest import make_model, make_tokenizer
 

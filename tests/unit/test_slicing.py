@@ -1,170 +1,110 @@
 """The compact model computes what the masked source computes, for every family and axis."""
 
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.checkpoints.families import families
-from draftsmith.checkpoints.families.base import AXES, Axis
-from draftsmith.checkpoints.loading import load_model, resolve
+from draftsmith.checkpoints.families.base import AXES, Axis, Family, template_of
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.loading import load_model
 from draftsmith.checkpoints.saving import save_model
-from draftsmith.checkpoints.shape import Shape, shape_of
-from draftsmith.checkpoints.slicing import Selection, compact_model, template_of
-from draftsmith.errors import DraftsmithError
-from draftsmith.prune.masks import applied, hard_masks
-from tests.conftest import TINY_VOCAB, make_model
-
-# What makes a family's tiny model show all that its table states.
-VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "llama": [
-        {},
-        {"attention_bias": True, "mlp_bias": True},
-        {"tie_word_embeddings": True},
-        {"num_key_value_heads": 4},
-        {"head_dim": 6, "hidden_size": 40},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}},
-    ],
-    "mistral": [{}, {"sliding_window": 8}],
-    "qwen2": [{}, {"tie_word_embeddings": True}],
-    "qwen3": [{}, {"attention_bias": True}],
-}
-# Axis -> counts smaller than the tiny model's.
-SMALLER: dict[Axis, int] = {
-    "layers": 2,
-    "kv_heads": 1,
-    "heads_per_group": 1,
-    "ffn": 24,
-    "hidden": 24,
-}
-
-
-def ids(length: int = 20) -> torch.Tensor:
-    return torch.randint(3, TINY_VOCAB, (2, length), generator=torch.Generator().manual_seed(7))
-
-
-def random_selection(shape: Shape, counts: dict[Axis, int], seed: int) -> Selection:
-    """A selection of these counts, with other indices in every layer and group."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(axis: Axis) -> tuple[int, ...]:
-        most = getattr(shape, axis)
-        order = torch.randperm(most, generator=generator)[: counts.get(axis, most)]
-        return tuple(sorted(order.tolist()))
-
-    layers = pick("layers")
-    kv_heads = tuple(pick("kv_heads") for _ in layers)
-    heads = tuple(tuple(pick("heads_per_group") for _ in groups) for groups in kv_heads)
-    return Selection(layers, kv_heads, heads, tuple(pick("ffn") for _ in layers), pick("hidden"))
-
-
-def both(model: Any, selection: Selection) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Logits of the hard-masked source and of the compact model, and that model."""
-    family = families()[model.config.model_type]
-    shape = shape_of(model.config, family)
-    compact = compact_model(model, family, selection)
-    with torch.inference_mode():
-        with applied(model, family, shape, hard_masks(selection, shape)):
-            masked = model(input_ids=ids()).logits
-        return masked, compact(input_ids=ids()).logits, compact
-
-
-def cases() -> list[Any]:
-    found = []
-    for family in sorted(families()):
-        # A family without a line here is tried as it is: a new file joins by existing.
-        for variant in VARIANTS.get(family, [{}]):
-            found += [
-                pytest.param(
-                    family, variant, {axis: SMALLER[axis]}, id=f"{family}-{axis}-{variant}"
-                )
-                for axis in AXES
-                if not (axis == "heads_per_group" and variant.get("num_key_value_heads") == 4)
-            ]
-    return found
-
-
-@pytest.mark.parametrize(("family", "variant", "counts"), cases())
-def test_masked_equals_compact_on_each_axis(
-    family: str, variant: dict[str, Any], counts: dict[Axis, int]
-) -> None:
-    model = make_model(family, **variant)
-    shape = shape_of(model.config, families()[family])
-    selection = random_selection(shape, counts, seed=3)
-    masked, compact, _ = both(model, selection)
-    with torch.inference_mode():
-        whole = model(input_ids=ids()).logits
-    assert (masked - compact).abs().max() <= 1e-5 * max(1.0, float(whole.abs().max()))
-    assert (masked - whole).abs().max() > 1e-2, "the masks changed nothing"
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    family=st.sampled_from(sorted(families())),
-    layers=st.integers(1, 4),
-    kv_heads=st.integers(1, 2),
-    heads_per_group=st.integers(1, 2),
-    ffn=st.integers(1, 64),
-    hidden=st.integers(2, 32),
-    seed=st.integers(0, 99),
+from draftsmith.checkpoints.shape import resolve_shape, shape_of
+from draftsmith.checkpoints.slicing import (
+    Selection,
+    Slicer,
+    compact_model,
+    own_tensors,
+    slice_state_dict,
 )
-def test_masked_equals_compact_on_all_axes_at_once(
-    family: str,
-    layers: int,
-    kv_heads: int,
-    heads_per_group: int,
-    ffn: int,
-    hidden: int,
-    seed: int,
-) -> None:
-    counts: dict[Axis, int] = {
-        "layers": layers,
-        "kv_heads": kv_heads,
-        "heads_per_group": heads_per_group,
-        "ffn": ffn,
-        "hidden": hidden,
-    }
-    model = make_model(family)
-    shape = shape_of(model.config, families()[family])
-    selection = random_selection(shape, counts, seed)
-    masked, compact, small = both(model, selection)
-    scale = max(1.0, float(masked.abs().max()))
-    assert (masked - compact).abs().max() <= 1e-5 * scale
-    assert shape_of(small.config, families()[family]) == selection.shape(shape)
+from draftsmith.errors import DraftsmithError, RequestError
+from tests.conftest import make_model
+from tests.matrix import (
+    both,
+    case_names,
+    cuts,
+    inputs,
+    logits,
+    matrix,
+    random_selection,
+    selection_for,
+    smaller,
+    variants,
+)
+
+MATRIX = matrix()
+VARIANTS = list(variants())
 
 
-def test_every_tensor_of_a_family_is_in_its_table(family_name: str) -> None:
-    """And has the dimensions that the table states."""
-    for variant in VARIANTS.get(family_name, [{}]):
-        model = make_model(family_name, **variant)
-        family = families()[family_name]
-        shape = shape_of(model.config, family)
-        state = model.state_dict()
-        for name, tensor in state.items():
-            dims = family.tensors[template_of(name)[0]]
-            assert tuple(tensor.shape) == tuple(map(shape.size, dims)), name
-        there = {template_of(name)[0] for name in state}
-        assert set(family.tensors) - there <= family.optional
+def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """Equal to 1e-5, relative to logits larger than one."""
+    assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
 
 
-def cached_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def cached_logits(model: Any, family: Family) -> torch.Tensor:
     """Logits when tokens are fed one by one."""
     from draftsmith.accept.cache import CachedModel
 
+    given = inputs(model, family)
     cached = CachedModel(model)
+    ids = given["input_ids"]
     with torch.inference_mode():
-        return torch.cat([cached.feed(tokens[:, i : i + 1]) for i in range(tokens.shape[1])], 1)
+        return torch.cat([cached.feed(ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
 
 
-def assert_cached_equals_uncached(model: Any) -> None:
+def generated_logits(model: Any, family: Family) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of an encoder–decoder's own greedy tokens: cached, and in one pass."""
+    from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
+
+    given = inputs(model, family)
+    parameters = inspect.signature(type(model).forward).parameters
+    # transformers' own T5 cache has as many layers as the encoder.
+    cache = {
+        "cache" if "cache" in parameters else "past_key_values": EncoderDecoderCache(
+            DynamicCache(), DynamicCache()
+        )
+    }
+    given["decoder_input_ids"] = given["decoder_input_ids"][:, :3]
+    out = GenerationMixin.generate(
+        model,
+        **given,
+        **cache,
+        max_new_tokens=6,
+        min_new_tokens=6,
+        do_sample=False,
+        use_cache=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    given["decoder_input_ids"] = out.sequences[:, :-1]
     with torch.inference_mode():
-        whole = model(input_ids=ids()).logits
-    assert (cached_logits(model, ids()) - whole).abs().max() <= 1e-4
+        whole = model(**given).logits[:, -len(out.logits) :]
+    return torch.stack(out.logits, 1), whole
+
+
+def assert_cached_equals_uncached(model: Any, family: Family) -> None:
+    if family.has_encoder:
+        assert_close(*generated_logits(model, family), 1e-4)
+    else:
+        assert_close(cached_logits(model, family), logits(model, family), 1e-4)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A model folder whose tokenizer is given to what is saved."""
+    folder = tmp_path_factory.mktemp("source")
+    make_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def reloaded(model: Any, tokenizer_folder: Path, folder: Path) -> Any:
@@ -173,62 +113,268 @@ def reloaded(model: Any, tokenizer_folder: Path, folder: Path) -> Any:
     return load_model(resolve(str(folder)))
 
 
+@pytest.mark.parametrize(("name", "variant", "axis"), MATRIX, ids=case_names(MATRIX))
+def test_masked_equals_compact(
+    name: str, variant: dict[str, Any], axis: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """On each axis and on all: in memory and reloaded, cached and uncached."""
+    model, family = make_model(name, **variant), families()[name]
+    selection = selection_for(model, family, axis)
+    masked, compact, small = both(model, selection)
+    assert_close(masked, compact)
+    if axis != "vocab":
+        whole = logits(model, family)
+        whole = whole if selection.vocab is None else whole[..., list(selection.vocab)]
+        assert (masked - whole).abs().max() > 1e-2, "the masks changed nothing"
+    assert_cached_equals_uncached(small, family)
+    again = reloaded(small, tokenizer_folder, tmp_path / "compact")
+    assert torch.equal(logits(again, family), compact)
+    assert_cached_equals_uncached(again, family)
+    wanted = selection.shape(shape_of(model.config, family), family)
+    assert shape_of(again.config, family) == wanted
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_masked_equals_compact_for_any_shape(data: st.DataObject) -> None:
+    """Shapes drawn along all axes at once."""
+    name, variant = data.draw(st.sampled_from(VARIANTS))
+    model, family = make_model(name, **variant), families()[name]
+    shape = shape_of(model.config, family)
+    free = [axis for axis in family.axes if family.tied_with(axis)[0] in (axis, family.axes[0])]
+    counts = {
+        axis: data.draw(st.integers(1, getattr(shape, axis)), label=axis)
+        for axis in free
+        if axis != "vocab"
+    }
+    try:
+        drafter = resolve_shape(shape, counts, family)
+    except RequestError:
+        assume(False)
+    selection = random_selection(shape, drafter, family, data.draw(st.integers(0, 99)))
+    masked, compact, small = both(model, selection)
+    assert_close(masked, compact)
+    assert shape_of(small.config, family) == drafter
+
+
+# --- breaking a table
+
+
+@contextmanager
+def broken(family: Family, **changes: Any) -> Iterator[None]:
+    """The family's table with other entries."""
+    families()[family.name] = replace(family, **changes)
+    try:
+        yield
+    finally:
+        families()[family.name] = family
+
+
+def holds(name: str, selections: Mapping[str, Selection]) -> bool:
+    """Whether the matrix passes for a family, all axes cut together, whatever the variant."""
+    for number, (other, variant) in enumerate(VARIANTS):
+        if other != name:
+            continue
+        try:
+            masked, compact, _ = both(make_model(name, **variant), selections[str(number)])
+        except Exception:
+            return False
+        if not (masked - compact).abs().max() <= 1e-5 * max(1.0, float(masked.abs().max())):
+            return False
+    return True
+
+
+def all_axes(name: str) -> dict[str, Selection]:
+    """Selections of each variant, made with the whole table."""
+    return {
+        str(number): selection_for(make_model(name, **variant), families()[name], "all")
+        for number, (other, variant) in enumerate(VARIANTS)
+        if other == name
+    }
+
+
+def test_breaking_any_tensor_of_a_table_fails(family_name: str) -> None:
+    """Each dimension of each tensor is needed: left uncut, something else comes out."""
+    family, selections = families()[family_name], all_axes(family_name)
+    assert holds(family_name, selections)
+    for template, dimensions in family.tensors.items():
+        for place, dimension in enumerate(dimensions):
+            if dimension in ("positions", "buckets", "mel_bins", "kernel", "source_vocab", "one"):
+                continue
+            if dimension == "head_dim":
+                continue  # never cut: the same for every drafter
+            wrong = (*dimensions[:place], "one", *dimensions[place + 1 :])
+            with broken(family, tensors={**family.tensors, template: wrong}):
+                assert not holds(family_name, selections), f"{template} {place}: {dimension}"
+
+
+def test_breaking_any_module_of_a_table_fails(family_name: str) -> None:
+    """Each module where a mask acts, each norm, tie, scale and flag."""
+    family, selections = families()[family_name], all_axes(family_name)
+    for number, stack in enumerate(family.stacks):
+        changed = [
+            replace(stack, inputs={a: n for a, n in stack.inputs.items() if a != axis})
+            for axis in stack.inputs
+        ]
+        changed += [
+            replace(stack, norms=tuple(n for n in stack.norms if n != norm)) for norm in stack.norms
+        ]
+        changed += [replace(stack, channels=stack.channels[1:])] if stack.channels else []
+        for wrong in changed:
+            stacks = (*family.stacks[:number], wrong, *family.stacks[number + 1 :])
+            with broken(family, stacks=stacks):
+                assert not holds(family_name, selections), wrong
+    if family.scales:
+        with broken(family, scales=()):
+            assert not holds(family_name, selections)
+    if family.first_block:
+        with broken(family, first_block=frozenset()):
+            assert not holds(family_name, selections)
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=case_names(VARIANTS))
+def test_every_tensor_of_a_family_is_in_its_table(name: str, variant: dict[str, Any]) -> None:
+    """And has the dimensions that the table states."""
+    model, family = make_model(name, **variant), families()[name]
+    shape = shape_of(model.config, family)
+    there = set()
+    for tensor_name, tensor in own_tensors(model).items():
+        template = template_of(tensor_name)[0]
+        there.add(template)
+        sizes = [shape.size(d) for d in family.tensors[template]]
+        assert len(sizes) == tensor.dim()
+        assert all(s in (None, t) for s, t in zip(sizes, tensor.shape, strict=True)), tensor_name
+    assert set(family.tensors) - there <= family.optional
+
+
+def test_the_variants_show_every_optional_tensor(family_name: str) -> None:
+    shown = {
+        template_of(tensor)[0]
+        for name, variant in VARIANTS
+        if name == family_name
+        for tensor in own_tensors(make_model(name, **variant))
+    }
+    assert set(families()[family_name].tensors) <= shown
+
+
+# --- cases
+
+
 def test_A12_layers_are_renumbered(  # transformers#30508
-    family_name: str, save: Callable[..., Path], tmp_path: Path
+    causal_family: str, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     """Cached equals uncached after deleting layers, in memory and after a reload."""
-    model = make_model(family_name, num_hidden_layers=6)
-    family = families()[family_name]
+    model, family = make_model(causal_family, num_hidden_layers=6), families()[causal_family]
     selection = Selection.of_layers(shape_of(model.config, family), [0, 2, 5])
     compact = compact_model(model, family, selection)
-    assert_cached_equals_uncached(compact)
-    again = reloaded(compact, save(model), tmp_path / "compact")
-    assert_cached_equals_uncached(again)
-    with torch.inference_mode():
-        assert torch.equal(again(input_ids=ids()).logits, compact(input_ids=ids()).logits)
+    assert [layer.self_attn.layer_idx for layer in compact.model.layers] == [0, 1, 2]
+    assert_cached_equals_uncached(compact, family)
+    again = reloaded(compact, tokenizer_folder, tmp_path / "compact")
+    assert_cached_equals_uncached(again, family)
+    assert torch.equal(logits(again, family), logits(compact, family))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_A13_per_layer_fields_follow_the_kept_layers(
-    save: Callable[..., Path], tmp_path: Path
+    name: str, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     """Alternating full and sliding attention keeps each surviving layer's type."""
     types = ["full_attention", "sliding_attention"] * 3
-    model = make_model(
-        "qwen3",
-        num_hidden_layers=6,
-        layer_types=types,
-        use_sliding_window=True,
-        sliding_window=4,
-        max_window_layers=2,
-    )
-    family = families()["qwen3"]
+    window = {"use_sliding_window": True, "max_window_layers": 2} if name == "qwen3" else {}
+    model = make_model(name, num_hidden_layers=6, layer_types=types, sliding_window=4, **window)
+    family = families()[name]
     selection = Selection.of_layers(shape_of(model.config, family), [1, 4, 5])
     masked, compact, small = both(model, selection)
-    assert (masked - compact).abs().max() <= 1e-5 * float(masked.abs().max())
-    again = reloaded(small, save(model), tmp_path / "compact")
+    assert_close(masked, compact)
+    again = reloaded(small, tokenizer_folder, tmp_path / "compact")
     assert again.config.layer_types == [types[1], types[4], types[5]]
-    assert again.config.max_window_layers == 1
-    assert_cached_equals_uncached(again)
+    if window:
+        assert again.config.max_window_layers == 1
+    assert_cached_equals_uncached(again, family)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3"])
+def test_A14_head_dim_is_written_and_kept(
+    name: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Three of four heads, and hidden 32 to 24: head_dim stays 8 and is in the config."""
+    family = families()[name]
+    model = make_model(name, num_key_value_heads=4)
+    shape = shape_of(model.config, family)
+    for number, counts in enumerate([{"heads": 3}, {"hidden": 24}, {"heads": 3, "hidden": 20}]):
+        drafter = resolve_shape(shape, counts, family)
+        _, compact, small = both(model, random_selection(shape, drafter, family, seed=number))
+        again = reloaded(small, tokenizer_folder, tmp_path / str(number))
+        config = json.loads((tmp_path / str(number) / "config.json").read_text())
+        assert config["head_dim"] == 8
+        assert again.model.layers[0].self_attn.q_proj.weight.shape == (
+            8 * drafter.heads,
+            drafter.hidden,
+        )
+        assert torch.equal(logits(again, family), compact)
+
+
+def test_A14_readers_that_cannot_take_a_width_are_named() -> None:
+    """Transformers refuses a llama whose heads don't divide its width: before any work."""
+    model = make_model(num_key_value_heads=4)
+    family = families()["llama"]
+    shape = shape_of(model.config, family)
+    with pytest.raises(
+        RequestError,
+        match=r"hidden: 32 is no multiple of 3 query heads, and transformers refuses .*llama.*"
+        r"legal with 3 heads: 3, 6, 9.*33; legal heads with 32: 1, 2$",
+    ):
+        resolve_shape(shape, {"heads": 3}, family)
+    assert resolve_shape(shape, {"heads": 3, "hidden": 24}, family).heads == 3
+
+
+@pytest.mark.parametrize("name", ["bart", "marian", "whisper"])
+def test_A14_families_that_derive_head_dim_cut_width_and_heads_together(name: str) -> None:
+    family = families()[name]
+    shape = shape_of(make_model(name, tie_word_embeddings=True).config, family)
+    assert resolve_shape(shape, {"hidden": 24}, family).cross_heads == 3
+    assert resolve_shape(shape, {"encoder_heads": 1}, family).hidden == 8
+    with pytest.raises(RequestError, match=r"hidden: 20 is not among 8, 16, 24, 32: hidden, kv_"):
+        resolve_shape(shape, {"hidden": 20}, family)
+    with pytest.raises(RequestError, match=r"kv_heads: 2 does not go with hidden 24.*write 3"):
+        resolve_shape(shape, {"hidden": 24, "kv_heads": 2}, family)
 
 
 def test_A15_groups_stay_equal() -> None:
     """A selection whose layers differ in their counts is refused, naming the layer."""
     shape = shape_of(make_model().config, families()["llama"])
     whole = Selection.of_layers(shape, range(4))
-    uneven = Selection(
-        whole.layers, whole.kv_heads, whole.heads, (tuple(range(64)),) * 3 + ((0, 1),), whole.hidden
-    )
+    uneven = replace(whole, ffn=(*whole.ffn[:3], (0, 1)))
     with pytest.raises(DraftsmithError, match=r"ffn differs between layers: .*2 in layer 3"):
         uneven.shape(shape)
 
 
-def test_A18_tied_weights_are_saved_once(save: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": (0, 9, 2, 3)}, r"layers: 0, 9, 2, 3 are not ascending numbers from 0 to 3"),
+        ({"layers": (0, 1, 2, 4)}, r"layers: .* from 0 to 3"),
+        ({"hidden": ()}, r"hidden: .* from 0 to 31"),
+        ({"kv_heads": ((0, 0),) * 4}, r"kv_heads in layer 0: 0, 0 are not ascending"),
+        ({"vocab": (5, 96)}, r"vocab: 5, 96 are not ascending numbers from 0 to 95"),
+    ],
+    ids=str,
+)
+def test_indices_that_are_not_the_sources_are_refused(change: dict[str, Any], message: str) -> None:
+    shape = shape_of(make_model().config, families()["llama"])
+    with pytest.raises(DraftsmithError, match=message):
+        replace(Selection.of_layers(shape, range(4)), **change).shape(shape)
+
+
+def test_A18_tied_weights_are_saved_once(tokenizer_folder: Path, tmp_path: Path) -> None:
     """Hidden cut and saved: one copy, the flag true, the reload bit-equal, no pickle."""
     model = make_model(tie_word_embeddings=True)
     family = families()["llama"]
-    shape = shape_of(model.config, family)
-    compact = compact_model(model, family, random_selection(shape, {"hidden": 24}, seed=1))
-    again = reloaded(compact, save(model), tmp_path / "compact")
+    compact = compact_model(model, family, selection_for(model, family, "hidden"))
+    # A slice that is a view of something larger is saved as what it shows.
+    norm = compact.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().repeat(2)[: len(norm.weight)])
+    again = reloaded(compact, tokenizer_folder, tmp_path / "compact")
     config = json.loads((tmp_path / "compact" / "config.json").read_text())
     assert config["tie_word_embeddings"] is True
     assert not list((tmp_path / "compact").glob("*.bin"))
@@ -237,22 +383,126 @@ def test_A18_tied_weights_are_saved_once(save: Callable[..., Path], tmp_path: Pa
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_rope_is_written_for_readers_of_any_age(save: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "t5", "bart", "whisper"])
+def test_A19_a_head_that_left_its_embedding_is_untied(
+    name: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """As after merging an adapter on the head alone: both are saved, the flag is false."""
+    model, family = make_model(name, tie_word_embeddings=True), families()[name]
+    head = model.get_submodule(family.head)
+    low_rank = torch.randn(head.weight.shape[0], 2) @ torch.randn(2, head.weight.shape[1])
+    head.weight = torch.nn.Parameter(head.weight.detach() + 0.1 * low_rank)
+    before = logits(model, family)
+    with pytest.warns(UserWarning, match="were untied and both are saved"):
+        again = reloaded(model, tokenizer_folder, tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert_close(logits(again, family), before)
+    # And cut once more, it stays untied.
+    _, _, small = both(again, selection_for(again, family, "hidden"))
+    assert small.get_submodule(family.head).weight is not small.get_input_embeddings().weight
+
+
+def test_A30_the_position_table_follows_heads_and_first_block(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """T5 with d_kv 8 ≠ d_model / heads: 4 heads to 3, block 0 of both stacks dropped."""
+    family = families()["t5"]
+    model = make_model("t5", d_model=24, tie_word_embeddings=True)
+    shape = shape_of(model.config, family)
+    drafter = resolve_shape(shape, {"kv_heads": 3, "layers": 2, "encoder_layers": 2}, family)
+    selection = replace(
+        random_selection(shape, drafter, family, seed=5), layers=(1, 3), encoder_layers=(1, 2)
+    )
+    masked, compact, small = both(model, selection)
+    assert_close(masked, compact)
+    for stack, kept in (
+        (small.decoder, selection.kv_heads),
+        (small.encoder, selection.encoder_heads),
+    ):
+        first = stack.block[0].layer[0].SelfAttention
+        assert first.relative_attention_bias.weight.shape == (32, 3)
+        assert all(heads == kept[0] for heads in kept)
+    again = reloaded(small, tokenizer_folder, tmp_path / "cut")
+    assert torch.equal(logits(again, family), compact)
+    uneven = replace(selection, kv_heads=((0, 1, 2), (1, 2, 3)))
+    with pytest.raises(DraftsmithError, match="one table of positions for all layers"):
+        compact_model(model, family, uneven)
+
+
+# --- configs and odds
+
+
+def test_rope_is_written_for_readers_of_any_age(tokenizer_folder: Path, tmp_path: Path) -> None:
     model = make_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e3})
-    again = reloaded(model, save(model), tmp_path / "again")
+    again = reloaded(model, tokenizer_folder, tmp_path / "again")
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config["rope_theta"] == 5e3
     assert config["rope_scaling"]["factor"] == 2.0
-    with torch.inference_mode():
-        assert torch.equal(again(input_ids=ids()).logits, model(input_ids=ids()).logits)
+    family = families()["llama"]
+    assert torch.equal(logits(again, family), logits(model, family))
+
+
+def test_both_rotary_bases_are_written(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """One for layers with windows, one for those without."""
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 7e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+    }
+    model = make_model(
+        "gemma3_text",
+        rope_parameters=rope,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    again = reloaded(model, tokenizer_folder, tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (7e5, 3e4)
+    assert config["rope_scaling"]["factor"] == 4.0
+    family = families()["gemma3_text"]
+    assert torch.equal(logits(again, family), logits(model, family))
+
+
+def test_half_precision_is_widened_where_a_scale_is_taken_up() -> None:
+    family = families()["gemma3_text"]
+    model = make_model("gemma3_text", tie_word_embeddings=True).bfloat16()
+    hidden = compact_model(model, family, selection_for(model, family, "hidden"))
+    assert hidden.dtype == torch.float32
+    layers = compact_model(model, family, selection_for(model, family, "layers"))
+    assert layers.dtype == torch.bfloat16
+
+
+def test_special_ids_follow_a_cut_vocabulary() -> None:
+    model, family = make_model(eos_token_id=[2, 70]), families()["llama"]
+    shape = shape_of(model.config, family)
+    whole = Selection.of_layers(shape, range(4))
+    cut = compact_model(model, family, replace(whole, vocab=(0, 1, 2, 40, 70)))
+    assert cut.config.eos_token_id == [2, 4]
+    assert cut.config.vocab_size == 5
+    with pytest.raises(DraftsmithError, match="eos_token_id 70 is not among the kept tokens"):
+        compact_model(model, family, replace(whole, vocab=(0, 1, 2, 40)))
 
 
 def test_unknown_tensor_is_an_error() -> None:
-    from draftsmith.checkpoints.slicing import slice_state_dict
-
-    model = make_model()
-    family = families()["llama"]
+    model, family = make_model(), families()["llama"]
     shape = shape_of(model.config, family)
+    slicer = Slicer.of(model.config, family, Selection.of_layers(shape, [0]))
     state = model.state_dict() | {"model.surprise.weight": torch.zeros(1)}
     with pytest.raises(DraftsmithError, match=r"model\.surprise\.weight"):
-        slice_state_dict(state, family, shape, Selection.of_layers(shape, [0]))
+        slice_state_dict(state, slicer)
+
+
+def test_an_axis_that_a_family_lacks_is_refused() -> None:
+    family = families()["llama"]
+    shape = shape_of(make_model().config, family)
+    with pytest.raises(RequestError, match=r"encoder_layers: llama has no such axis; its axes are"):
+        resolve_shape(shape, {"encoder_layers": 1}, family)
+
+
+def test_every_axis_can_be_cut_somewhere() -> None:
+    seen: set[Axis | str] = {axis for _, _, axis in MATRIX}
+    assert set(AXES) <= seen
+    family = families()["qwen2"]
+    shape = shape_of(make_model("qwen2").config, family)
+    assert {axis for axis, _ in cuts(shape, family)} >= {"layers", "hidden", "all"}
+    assert smaller(shape, family, "kv_heads") is not None

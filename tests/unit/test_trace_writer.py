@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.accept.decode import Limits, greedy_decode
-from draftsmith.checkpoints.loading import resolve
+from draftsmith.checkpoints.formats import resolve
 from draftsmith.data.traces import TraceStore, read_shard, shard_name
 from draftsmith.distill import trace
 from draftsmith.distill.trace import Sample, Writer, write_batch, write_traces

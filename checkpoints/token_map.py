@@ -1,0 +1,104 @@
+"""A drafter with a cut vocabulary speaks the target's ids through a map.
+
+A smaller head is quicker, and rare tokens are seldom drafted anyway. The drafter's rows are the
+kept tokens; from outside it takes and gives the target's ids, so decoding and scoring need not
+know of it. Runtimes that know nothing of the map can't use such a drafter.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.files import write_json
+from draftsmith.errors import RequestError
+
+FILE = "token_map.json"
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """Which of the target's tokens a drafter has.
+
+    Attributes:
+        target_vocab: rows of the target's head.
+        target_ids: the target's id of each row, ascending.
+        fallback: the row that stands for a token which was cut, where the text holds one.
+    """
+
+    target_vocab: int
+    target_ids: tuple[int, ...]
+    fallback: int
+
+    @classmethod
+    def of(cls, kept: tuple[int, ...], target_vocab: int, tokenizer: Any) -> "TokenMap":
+        """The map of the kept tokens; a cut token is read as the unknown one, if that was kept."""
+        unknown = tokenizer.unk_token_id
+        return cls(target_vocab, kept, kept.index(unknown) if unknown in kept else 0)
+
+    def save(self, folder: Path) -> None:
+        """Write it beside the weights."""
+        write_json(folder / FILE, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path, rows: int) -> "TokenMap | None":
+        """The map of a checkpoint; None if it has none.
+
+        Args:
+            folder: of the checkpoint.
+            rows: of its head.
+
+        Raises:
+            RequestError: the file is damaged, or does not fit the head.
+        """
+        path = folder / FILE
+        if not path.is_file():
+            return None
+        try:
+            found = cls(**_checked(json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"{path}: damaged ({error!r}); get the checkpoint again") from None
+        if len(found.target_ids) != rows:
+            raise RequestError(
+                f"{path}: maps {len(found.target_ids)} tokens, but the head has {rows} rows; "
+                "get the checkpoint again"
+            )
+        return found
+
+    def attach(self, model: Any) -> None:
+        """Let a loaded model take and give the target's ids."""
+        import torch
+
+        rows = torch.full((self.target_vocab,), self.fallback)
+        rows[list(self.target_ids)] = torch.arange(len(self.target_ids))
+        rows, columns = rows.to(model.device), torch.tensor(self.target_ids, device=model.device)
+
+        def before(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            changed = {
+                name: rows[ids]
+                for name in ("input_ids", "decoder_input_ids")
+                if (ids := kwargs.get(name)) is not None
+            }
+            return args, kwargs | changed
+
+        def after(module: Any, args: Any, output: Any) -> Any:
+            logits = output.logits
+            wide = logits.new_full((*logits.shape[:-1], self.target_vocab), -math.inf)
+            wide[..., columns] = logits
+            output["logits"] = wide
+            return output
+
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_hook(after)
+
+
+def _checked(plain: Mapping[str, Any]) -> dict[str, Any]:
+    ids = tuple(map(int, plain["target_ids"]))
+    vocab, fallback = int(plain["target_vocab"]), int(plain["fallback"])
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= vocab:
+        raise ValueError("target_ids are not ascending ids of the target")
+    if not 0 <= fallback < len(ids):
+        raise ValueError(f"fallback {fallback} is no row")
+    return {"target_vocab": vocab, "target_ids": ids, "fallback": fallback}
