@@ -100,12 +100,13 @@ def run(
     recipe: RecipeArgument,
     settings: SetOption = None,
     out: OutOption = None,
+    allow_pickle: AllowPickleOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Every stage in order: trace, prune, distill, score, export. Goes on where it was stopped."""
     with _session(quiet, debug, resumable=True):
-        work = _open_run(recipe, settings, out)
+        work = _open_run(recipe, settings, out, allow_pickle)
         from draftsmith.recipes.run import read_score, run_stages
 
         anything = run_stages(work)
@@ -126,11 +127,12 @@ def _stage_command(name: str, help_text: str) -> None:
         recipe: RecipeArgument,
         settings: SetOption = None,
         out: OutOption = None,
+        allow_pickle: AllowPickleOption = False,
         quiet: QuietOption = False,
         debug: DebugOption = False,
     ) -> None:
         with _session(quiet, debug, resumable=True):
-            work = _open_run(recipe, settings, out)
+            work = _open_run(recipe, settings, out, allow_pickle)
             from draftsmith.recipes.run import STAGES, run_stages
 
             folder = next(work.out / s.folder for s in STAGES if s.name == name)
@@ -161,6 +163,7 @@ def score(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="write all figures here")
     ] = None,
+    allow_pickle: AllowPickleOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -178,8 +181,8 @@ def score(
 
         quiet_transformers()
         result = score_drafter(
-            resolve(target),
-            resolve(drafter),
+            resolve(target, allow_pickle),
+            resolve(drafter, allow_pickle),
             prompts=prompts,
             limit=limit,
             decode_prompts=None,
@@ -202,6 +205,7 @@ def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="a folder that does not exist yet")],
     to: Annotated[str, typer.Option(help="formats, of hf and gguf")] = "hf,gguf",
     gguf_type: Annotated[str, typer.Option(help="F32, F16 or Q8_0")] = "F32",
+    allow_pickle: AllowPickleOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -214,15 +218,19 @@ def export(
             raise RequestError(f"--gguf-type {gguf_type}: not among F32, F16, Q8_0")
         if out.exists():
             raise RequestError(f"--out {out}: is there already; name a new folder")
+        from draftsmith.checkpoints import provenance
         from draftsmith.checkpoints.export import export_drafter
         from draftsmith.checkpoints.formats import resolve
         from draftsmith.checkpoints.loading import quiet_transformers
         from draftsmith.data.files import new_folder
 
         quiet_transformers()
-        drafter_ref, target_ref = resolve(drafter), resolve(target)
+        drafter_ref, target_ref = resolve(drafter, allow_pickle), resolve(target, allow_pickle)
         with new_folder(out) as partial:
             export_drafter(drafter_ref, target_ref, partial, formats, gguf_type)
+            provenance.write_command(
+                partial, {"to": to, "gguf_type": gguf_type}, (drafter_ref, target_ref)
+            )
         print(out)
 
 
@@ -231,6 +239,7 @@ def compact(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="the model that the masks cut")],
     masks: Annotated[Path, typer.Option(metavar="FILE", help="masks.json of a prune stage")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="a folder that does not exist yet")],
+    allow_pickle: AllowPickleOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -238,15 +247,17 @@ def compact(
     with _session(quiet, debug):
         if out.exists():
             raise RequestError(f"--out {out}: is there already; name a new folder")
+        from draftsmith.checkpoints import provenance
         from draftsmith.checkpoints.formats import resolve
         from draftsmith.checkpoints.loading import quiet_transformers
-        from draftsmith.data.files import new_folder
+        from draftsmith.data.files import new_folder, sha256
         from draftsmith.prune.compact import compact_from_file
 
         quiet_transformers()
-        reference = resolve(target)
+        reference = resolve(target, allow_pickle)
         with new_folder(out) as partial:
             compact_from_file(reference, masks, partial)
+            provenance.write_command(partial, {"masks": sha256(masks)}, (reference,))
         print(out)
 
 
@@ -326,14 +337,14 @@ def copy_recipe(
         print(path)
 
 
-def _open_run(recipe: str, settings: list[str] | None, out: Path | None) -> Any:
+def _open_run(recipe: str, settings: list[str] | None, out: Path | None, allow_pickle: bool) -> Any:
     from draftsmith.recipes.loading import load, locate
 
     # First the recipe: a typo is told before anything heavy is imported.
     loaded = load(recipe, settings or ())
     from draftsmith.recipes.run import Run
 
-    return Run(loaded, out or Path("runs") / locate(recipe).stem)
+    return Run(loaded, out or Path("runs") / locate(recipe).stem, allow_pickle)
 
 
 def _lookaheads(text: str) -> tuple[int, ...]:

@@ -3,8 +3,9 @@
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +117,33 @@ def _gguf(spec: str, path: Path) -> ModelRef:
     return ModelRef(spec, path.parent, path.name)
 
 
-def stored_tensors(ref: ModelRef) -> Iterator[tuple[str, Path, Any]]:
-    """(name, file, slice) of every tensor of a safetensors folder; slices know shape and dtype.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a safetensors file, which is read only when it is wanted.
 
-    A slice is read only when it is indexed, and only while the iterator stands at it.
+    Attributes:
+        name: as in the file.
+        shape: its dimensions.
+        dtype: the format's name of its type, as F16.
+        read: reads it, while the iterator that gave it stands here.
     """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Any]
+
+
+def stored_tensors(ref: ModelRef) -> Iterator[StoredTensor]:
+    """Every tensor of a safetensors folder, from the headers alone."""
     from safetensors import safe_open
 
     for file in weight_files(ref.folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                yield name, file, tensors.get_slice(name)
+                about = tensors.get_slice(name)
+                shape, dtype = tuple(about.get_shape()), about.get_dtype()
+                yield StoredTensor(name, shape, dtype, partial(tensors.get_tensor, name))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -91,8 +91,8 @@ def _stored(ref: ModelRef) -> dict[str, Any]:
     elif ref.pickle:
         files = sorted(ref.folder.glob("pytorch_model*.bin"))
     else:
-        for _, _, tensor in stored_tensors(ref):
-            types[tensor.get_dtype()] += prod(tensor.get_shape())
+        for stored in stored_tensors(ref):
+            types[stored.dtype] += prod(stored.shape)
         files = weight_files(ref.folder)
     return {
         "format": "GGUF" if ref.gguf else "pickle" if ref.pickle else "safetensors",

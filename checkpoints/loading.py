@@ -122,11 +122,11 @@ def check_files(ref: ModelRef, config: Any, family: Family) -> None:
     with _one_error(ref):
         expected = layout_of(config, family)
     found = {}
-    for name, _, tensor in stored_tensors(ref):
+    for tensor in stored_tensors(ref):
+        name, shape = tensor.name, tensor.shape
         own = own_name(name, family, expected)
         if own is None:
             continue
-        shape = tuple(tensor.get_shape())
         if own not in expected.shapes:
             raise RequestError(
                 f"{ref.spec}: unexpected tensor {name} {shape}; config and weights don't belong "
@@ -171,7 +171,7 @@ def _check_tied(ref: ModelRef, expected: "Layout", found: Mapping[str, str]) -> 
     if not pairs:
         return
     wanted = {found[name]: name for name in {*pairs, *pairs.values()}}
-    tensors = {wanted[n]: t[:] for n, _, t in stored_tensors(ref) if n in wanted}
+    tensors = {wanted[t.name]: t.read() for t in stored_tensors(ref) if t.name in wanted}
     for alias, own in pairs.items():
         if not tensors[alias].equal(tensors[own]):
             raise RequestError(
@@ -191,11 +191,22 @@ def _check_report(ref: ModelRef, report: Mapping[str, Any]) -> None:
 
 def _check_finite(ref: ModelRef, model: Any) -> None:
     for name, tensor in model.state_dict().items():
-        if not tensor.isfinite().all():
-            raise RequestError(
-                f"{ref.spec}: {name} holds values that are no numbers (NaN or infinite); "
-                "get the weights again"
-            )
+        check_finite(ref, name, tensor)
+
+
+def check_finite(ref: ModelRef, name: str, tensor: Any) -> None:
+    """Refuse a tensor with NaN or infinite values.
+
+    Raises:
+        RequestError: naming it.
+    """
+    # Both ends are NaN if anything is; no copy of the tensor is made.
+    low, high = tensor.aminmax()
+    if not (low.isfinite() and high.isfinite()):
+        raise RequestError(
+            f"{ref.spec}: {name} holds values that are no numbers (NaN or infinite); "
+            "get the weights again"
+        )
 
 
 def _few(names: Sequence[str]) -> str:

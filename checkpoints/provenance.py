@@ -4,12 +4,14 @@ import hashlib
 import json
 import platform
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from draftsmith import __version__
-from draftsmith.data.files import write_json
+from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.data.files import fingerprint, write_json
 
 FILE = "provenance.json"
 _PACKAGES = ("torch", "transformers", "safetensors", "datasets", "gguf", "numpy")
@@ -51,7 +53,7 @@ def write(
     key: str,
     settings: Any,
     inputs: dict[str, str],
-    seed: int,
+    seed: int | None,
     passing: tuple[str, ...] = (),
 ) -> None:
     """Write `provenance.json`, the mark of a complete output.
@@ -61,7 +63,7 @@ def write(
         key: of everything that it depends on.
         settings: the resolved recipe.
         inputs: fingerprints of the files from outside.
-        seed: of what was drawn.
+        seed: of what was drawn; None: nothing was.
         passing: files and folders that will be gone.
     """
     write_json(
@@ -80,6 +82,12 @@ def write(
             ),
         },
     )
+
+
+def write_command(folder: Path, settings: dict[str, Any], models: Iterable[ModelRef]) -> None:
+    """Write the provenance of a command that needs no recipe: its options and its models."""
+    inputs = {model.spec: fingerprint(model.path) for model in models}
+    write(folder, key=key_of([settings, inputs]), settings=settings, inputs=inputs, seed=None)
 
 
 def read_key(folder: Path) -> str | None:

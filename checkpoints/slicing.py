@@ -226,19 +226,22 @@ class Slicer:
         return None if position is None and layer is not None else template.format(layer=position)
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """The kept part of a tensor that stays, as a copy of its own; float64 where scaled."""
+        """The kept part of a tensor that stays; float64 where scaled.
+
+        It may share memory with the source: `load_tensors` copies it.
+        """
         template, layer = template_of(name)
         position = self._position(template, layer)
+        kept = tensor.detach()
         for place, dimension in enumerate(self.family.tensors[template]):
             dimension = self.renamed.get(dimension, dimension)
             index = self.selection.index(dimension, position, self.source)
             if index is not None:
-                tensor = tensor.index_select(place, index.to(tensor.device))
+                kept = kept.index_select(place, index.to(kept.device))
         factor, offset = self.factors.get(template.format(layer=position), (1.0, 0.0))
         if factor != 1.0:
-            return (tensor.detach().double() + offset) * factor - offset
-        # Nothing of the source stays alive, nothing is shared on saving.
-        return tensor.detach().clone()
+            return (kept.double() + offset) * factor - offset
+        return kept
 
     def dtype(self, stored: torch.dtype) -> torch.dtype:
         """The compact model's: half precision would round what a factor changes."""

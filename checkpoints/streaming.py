@@ -14,6 +14,7 @@ from draftsmith.checkpoints.generation import repair_generation_config
 from draftsmith.checkpoints.layout import Layout, layout_of, meta_model
 from draftsmith.checkpoints.loading import (
     check_files,
+    check_finite,
     describe,
     load_config,
     load_model,
@@ -27,7 +28,6 @@ from draftsmith.checkpoints.slicing import (
     load_tensors,
     renumber_tokens,
 )
-from draftsmith.errors import RequestError
 
 
 def compact_checkpoint(ref: ModelRef, selection: Selection) -> Any:
@@ -59,14 +59,16 @@ def compact_checkpoint(ref: ModelRef, selection: Selection) -> Any:
 def _cut(
     ref: ModelRef, family: Family, layout: Layout, slicer: Slicer, config: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    names = {own_name(name, family, layout) for name, _, _ in stored_tensors(ref)}
-    for name, _, tensor in stored_tensors(ref):
-        own = own_name(name, family, layout)
+    names = {own_name(stored.name, family, layout) for stored in stored_tensors(ref)}
+    for stored in stored_tensors(ref):
+        own = own_name(stored.name, family, layout)
         if own is None or layout.aliases.get(own) in names:
             continue
         own = layout.aliases.get(own, own)
         if (new := slicer.name(own)) is not None:
-            yield new, slicer.cut(own, _finite(ref, name, tensor[:]))
+            tensor = stored.read()
+            check_finite(ref, stored.name, tensor)
+            yield new, slicer.cut(own, tensor)
     lacking = [
         n for n in layout.shapes if n not in names and template_of(n)[0] in family.optional_in_files
     ]
@@ -77,18 +79,9 @@ def _cut(
             yield name, slicer.cut(name, whole[name])
 
 
-def _finite(ref: ModelRef, name: str, tensor: Tensor) -> Tensor:
-    if not tensor.isfinite().all():
-        raise RequestError(
-            f"{ref.spec}: {name} holds values that are no numbers (NaN or infinite); "
-            "get the weights again"
-        )
-    return tensor
-
-
 def _stored_dtype(ref: ModelRef) -> torch.dtype:
     """The widest type among the stored tensors."""
-    kinds = {tensor.get_dtype() for _, _, tensor in stored_tensors(ref)}
+    kinds = {stored.dtype for stored in stored_tensors(ref)}
     if len(kinds) > 1 or not kinds <= {"F16", "BF16"}:
         return torch.float32
     return torch.float16 if kinds == {"F16"} else torch.bfloat16

@@ -10,6 +10,7 @@ from draftsmith.checkpoints import provenance
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.inspection import inspect_checkpoint, inspect_pair
 from draftsmith.checkpoints.pair import check_pair
+from draftsmith.data.files import PARTIAL
 from draftsmith.data.traces import INDEX, TraceStore
 from draftsmith.errors import RequestError
 from draftsmith.prune.compact import read_masks
@@ -51,9 +52,8 @@ def _not_a_checkpoint(path: Path) -> Plain | None:
         return _masks(path)
     if (path / INDEX).is_file():
         return _traces(path)
-    if any(
-        (path / f"{stage.folder}{end}").is_dir() for stage in STAGES for end in ("", ".partial")
-    ):
+    stages = [f"{stage.folder}{end}" for stage in STAGES for end in ("", PARTIAL)]
+    if any((path / name).is_dir() for name in stages):
         return _run(path)
     return None
 
@@ -101,7 +101,7 @@ def _stage(folder: Path) -> Plain:
     state = "done" if provenance.read_key(folder) is not None else "not made"
     if state != "done" and folder.is_dir():
         state = "incomplete"
-    elif state != "done" and folder.with_name(f"{folder.name}.partial").is_dir():
+    elif state != "done" and folder.with_name(f"{folder.name}{PARTIAL}").is_dir():
         state = "unfinished"
     found: Plain = {"state": state, "folder": str(folder)}
     if state == "done":
@@ -156,10 +156,11 @@ def _checkpoint_facts(found: Mapping[str, Any]) -> dict[str, str]:
     stored, tokenizer = found["stored"], found["tokenizer"]
     types = ", ".join(f"{name} {_human(count)}" for name, count in stored["values_by_type"].items())
     files = f"{len(stored['files'])} files" if len(stored["files"]) > 1 else stored["files"][0]
-    head = " (head tied)" if found["tied_head"] else ""
+    apart = found["parameters_with_head"]
+    head = f"; {apart:,} with the tied head counted apart" if found["tied_head"] else ""
     facts = {
         "family": found["family"],
-        "parameters": f"{found['parameters']:,}{head}; head apart {found['parameters_with_head']:,}",
+        "parameters": f"{found['parameters']:,}{head}",
         "stored as": f"{stored['format']}, {files}, {stored['bytes'] / 2**20:,.1f} MiB: {types}",
         "context": f"{_any(found['context'])} positions",
         "KV cache": f"{found['cache_bytes'] / 2**20:,.1f} MiB for {found['cache_tokens']:,} tokens "
@@ -181,8 +182,10 @@ def _axes(found: Mapping[str, Any]) -> Any:
     table = Table("axis", box=None, pad_edge=False, title="What can be cut", title_justify="left")
     table.add_column("count", justify="right")
     table.add_column("parameters of one", justify="right")
+    table.add_column("cut together with")
     for axis, parameters in found["parameters_per_entry"].items():
-        table.add_row(axis, f"{found['shape'][axis]:,}", f"{parameters:,}")
+        others = [o for tie in found["cut_together"] if axis in tie for o in tie if o != axis]
+        table.add_row(axis, f"{found['shape'][axis]:,}", f"{parameters:,}", ", ".join(others))
     return table
 
 
@@ -245,9 +248,10 @@ def _origin(found: Mapping[str, Any]) -> dict[str, str]:
     if not record:
         return {}
     versions = record["versions"]
+    seed = "" if record["seed"] is None else f", seed {record['seed']}"
     return {
         "made by": f"draftsmith {versions['draftsmith']}, torch {versions.get('torch', '?')}, "
-        f"transformers {versions.get('transformers', '?')}, seed {record['seed']}"
+        f"transformers {versions.get('transformers', '?')}{seed}"
     }
 
 

@@ -65,17 +65,20 @@ class Run:
 
     recipe: Recipe
     out: Path
+    allow_pickle: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def target(self) -> ModelRef:
         """The target, found but not loaded."""
-        return resolve(self.recipe.target)
+        return resolve(self.recipe.target, self.allow_pickle)
 
     @cached_property
     def source(self) -> ModelRef:
         """The model to prune."""
-        return resolve(self.recipe.source) if self.recipe.source else self.target
+        if self.recipe.source is None:
+            return self.target
+        return resolve(self.recipe.source, self.allow_pickle)
 
     @cached_property
     def source_model(self) -> Any:

@@ -14,6 +14,7 @@ from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.data.chat import user_turn
 from draftsmith.prune.masks import applied, hard_masks
+from draftsmith.recipes.inspection import inspect
 from tests.e2e.test_run import command
 
 pytestmark = pytest.mark.real
@@ -49,6 +50,16 @@ def test_gguf_becomes_a_clean_model(target: Any) -> None:
     assert config.rope_parameters["rope_theta"] == 100_000.0
     assert target.dtype == torch.float32
     assert load_config(resolve(SMOLLM2)).model_type == config.model_type
+
+
+def test_the_gguf_is_inspected() -> None:
+    found = inspect(SMOLLM2)
+    assert found["parameters"] == 134_515_008
+    assert found["parameters_with_head"] == 134_515_008 + 49_152 * 576
+    assert found["parameters_per_entry"]["layers"] == 3_540_096
+    assert found["stored"]["values_by_type"]["Q4_1"] == 106_168_320
+    assert found["cache_bytes"] == 2 * 2 * 30 * 3 * 64 * 1024
+    assert found["tokenizer"]["padding_rows"] == 0
 
 
 def test_tokenizer_and_chat_template() -> None:

@@ -225,7 +225,9 @@ def test_missing_tensors_are_named(save: Save, tiny: Any) -> None:
 def test_left_over_tensors_are_named(save: Save, tiny: Any) -> None:
     folder = save(tiny)
     edit_tensors(folder, lambda t: t.update({"model.layers.0.extra.weight": torch.ones(2)}))
-    with pytest.raises(RequestError, match=r"unexpected tensors: model\.layers\.0\.extra\.weight"):
+    with pytest.raises(
+        RequestError, match=r"unexpected tensor model\.layers\.0\.extra\.weight \(2,\)"
+    ):
         load_model(resolve(str(folder)), device="cpu")
 
 
@@ -233,7 +235,7 @@ def test_a_config_of_fewer_layers_is_refused(save: Save, tiny: Any) -> None:
     """Transformers alone would load the first layers and say nothing."""
     folder = save(tiny)
     edit_json(folder / "config.json", num_hidden_layers=2)
-    with pytest.raises(RequestError, match=r"unexpected tensors: model\.layers\.2\..* …; config"):
+    with pytest.raises(RequestError, match=r"unexpected tensor model\.layers\.2\..*; config and"):
         load_model(resolve(str(folder)), device="cpu")
 
 
@@ -272,6 +274,138 @@ def test_stop_ids_are_one_or_many() -> None:
     assert stop_ids(model) == {2}
     model.config.eos_token_id = None
     assert stop_ids(model) == frozenset()
+
+
+def test_tied_names_that_differ_are_refused(save: Save) -> None:
+    """The config says one tensor, the files hold two: readers would keep one or the other."""
+    folder = save(make_model(tie_word_embeddings=True))
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(
+        RequestError,
+        match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but .* differ; set",
+    ):
+        load_model(resolve(str(folder)), device="cpu")
+
+
+def test_tied_names_that_agree_are_read(save: Save) -> None:
+    model = make_model(tie_word_embeddings=True)
+    folder = save(model)
+    edit_tensors(
+        folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
+    again = load_model(resolve(str(folder)), device="cpu")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(0, 32), r"model\.norm\.weight in model\.safetensors has no entries"),
+        (torch.ones(32, dtype=torch.int8), r"is I8, but weights are read as F64, F32, F16, BF16"),
+        (torch.full((32,), torch.nan), r"model\.norm\.weight holds values that are no numbers"),
+        (torch.full((32,), torch.inf), r"model\.norm\.weight holds values that are no numbers"),
+    ],
+    ids=["empty", "int8", "nan", "inf"],
+)
+def test_tensors_that_are_no_weights_are_named(
+    tensor: torch.Tensor, message: str, save: Save, tiny: Any
+) -> None:
+    folder = save(tiny)
+    edit_tensors(folder, lambda t: t.update({"model.norm.weight": tensor}))
+    with pytest.raises(RequestError, match=message):
+        load_model(resolve(str(folder)), device="cpu")
+
+
+def test_shapes_are_compared_before_anything_is_loaded(
+    save: Save, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    folder = save(tiny)
+    edit_json(folder / "config.json", intermediate_size=48)
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", never)
+    with pytest.raises(
+        RequestError, match=r"mlp\.\w+\.weight is \(\d+, \d+\), but the config says \(\d+, \d+\)"
+    ):
+        load_model(resolve(str(folder)), device="cpu")
+
+
+def test_pickles_are_read_when_asked(save: Save, tiny: Any) -> None:
+    folder = save(tiny)
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny.state_dict(), folder / "pytorch_model.bin")
+    model = load_model(resolve(str(folder), allow_pickle=True), device="cpu")
+    for name, tensor in tiny.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_pickles_execute_nothing(save: Save, tiny: Any, tmp_path: Path) -> None:
+    folder = save(tiny)
+    (folder / "model.safetensors").unlink()
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "executed",))
+
+    torch.save({"model.norm.weight": Evil()}, folder / "pytorch_model.bin")
+    with pytest.raises(RequestError, match="can't be loaded: "):
+        load_model(resolve(str(folder), allow_pickle=True), device="cpu")
+    assert not (tmp_path / "executed").exists()
+
+
+# --- completeness
+
+
+def test_a_killed_save_is_never_taken_for_a_checkpoint(
+    save: Save, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it stops, the folder is refused or holds the whole model."""
+    from draftsmith.checkpoints import saving
+
+    ref = resolve(str(save(tiny)))
+    for step in ("_write_config_for_all_ages", "save_tokenizer", "write_checksums"):
+        out = tmp_path / step
+        out.mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, step, lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                save_model(tiny, ref, out)
+        with pytest.raises(RequestError, match="an unfinished folder, not a checkpoint"):
+            resolve(str(out))
+        save_model(tiny, ref, out)
+        load_model(resolve(str(out)), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_file_that_changed_after_saving_is_refused(
+    name: str, save: Save, tiny: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    save_model(tiny, resolve(str(save(tiny))), out)
+    data = bytearray((out / name).read_bytes())
+    place = data.rindex(b"256") if name == "config.json" else len(data) - 3
+    data[place] ^= 1
+    (out / name).write_bytes(data)
+    with pytest.raises(RequestError, match=rf"{name}: differs from its checksum in SHA256SUMS"):
+        load_model(resolve(str(out)), device="cpu")
+    (out / name).unlink()
+    if name == "tokenizer.json":
+        with pytest.raises(RequestError, match=rf"{name}: is gone, but SHA256SUMS lists it"):
+            load_model(resolve(str(out)), device="cpu")
+
+
+def test_checksums_are_those_of_coreutils(save: Save, tiny: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    save_model(tiny, resolve(str(save(tiny))), out)
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=out, capture_output=True)
+    assert done.returncode == 0
+    assert b"model.safetensors: OK" in done.stdout
 
 
 # --- A20

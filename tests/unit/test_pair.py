@@ -10,13 +10,13 @@ import torch
 
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import load_tokenizer
-from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary, shared_vocabulary
-from draftsmith.checkpoints.saving import (
-    TOKENIZER_FILES,
+from draftsmith.checkpoints.pair import (
+    SharedVocabulary,
     check_tokenizer_rows,
-    save_model,
-    save_tokenizer,
+    own_vocabulary,
+    shared_vocabulary,
 )
+from draftsmith.checkpoints.saving import TOKENIZER_FILES, save_model, save_tokenizer
 from draftsmith.errors import RequestError
 from tests.conftest import make_tokenizer
 
