@@ -63,7 +63,7 @@ def resolve(spec: str, allow_pickle: bool = False) -> ModelRef:
     """
     if spec.startswith("package:"):
         return _gguf(spec, _packaged(spec))
-    path = Path(spec).expanduser()
+    path = local_path(spec)
     if path.is_dir():
         return _folder(spec, path, allow_pickle)
     if path.suffix == ".gguf":
@@ -115,6 +115,20 @@ def _gguf(spec: str, path: Path) -> ModelRef:
             f"{spec}: cut off at {path.stat().st_size} of {end} bytes; get the file again"
         )
     return ModelRef(spec, path.parent, path.name)
+
+
+def local_path(spec: str) -> Path:
+    """The path that a user named.
+
+    Raises:
+        RequestError: the system can't take it as one.
+    """
+    try:
+        path = Path(spec).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RequestError(f"{spec[:80]}: not a path ({error}); check its spelling") from None
+    return path
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,23 @@
-"""Generation settings: what ends a text, and what would keep a model from being saved."""
+"""Generation settings: what ends a text, what keeps a model from being saved, ids that move."""
 
+import copy
+import re
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.errors import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.checkpoints.slicing import Selection
+
+# Fields that hold one id or several, all of which the model needs.
+_TOKEN_ID = re.compile(r"token_ids?$")
+# Fields that may lose entries with the tokens that they name.
+_TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens")
+_TOKEN_SEQUENCES = ("bad_words_ids",)
+_PLACED_TOKENS = ("forced_decoder_ids",)
+_NAMED_TOKENS = ("lang_to_id", "task_to_id")
 
 # Settings of sampling and of beams with their neutral values; without do_sample or beams, any
 # other value makes transformers refuse to save.
@@ -59,3 +75,56 @@ def stop_ids(model: Any) -> frozenset[int]:
         eos = getattr(config, "eos_token_id", None)
         ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
     return frozenset(ids)
+
+
+def compact_generation_config(config: Any, selection: "Selection") -> Any:
+    """The generation config of what `selection` keeps: moved ids, layers and heads."""
+    new = copy.deepcopy(config)
+    if (heads := getattr(config, "alignment_heads", None)) is not None:
+        # Pairs of a decoder layer and one of its cross-attention heads.
+        position = {layer: i for i, layer in enumerate(selection.layers)}
+        moved = [
+            [position[layer], selection.cross_heads[position[layer]].index(head)]
+            for layer, head in heads
+            if layer in position and head in selection.cross_heads[position[layer]]
+        ]
+        new.alignment_heads = moved or None
+    if selection.vocab is not None:
+        renumber_tokens(new, {old: i for i, old in enumerate(selection.vocab)})
+    return new
+
+
+def renumber_tokens(config: Any, new: Mapping[int, int]) -> None:
+    """Give the special ids of a config or generation config other numbers, in place.
+
+    Args:
+        config: lists of tokens to suppress, ban or force lose those that have no new number.
+        new: old id -> new id. Negative ids stand for nothing and stay.
+
+    Raises:
+        DraftsmithError: a special token that the model needs has no new number.
+    """
+    for key, value in list(vars(config).items()):
+        if value is None:
+            continue
+        if key in _TOKEN_LISTS:
+            setattr(config, key, [new[i] for i in value if i in new])
+        elif key in _TOKEN_SEQUENCES:
+            kept = [[new[i] for i in ids] for ids in value if all(i in new for i in ids)]
+            setattr(config, key, kept or None)
+        elif key in _PLACED_TOKENS:
+            kept = [[place, new[i]] for place, i in value if i in new]
+            setattr(config, key, kept or None)
+        elif key in _NAMED_TOKENS:
+            setattr(config, key, {name: new[i] for name, i in value.items() if i in new})
+        elif _TOKEN_ID.search(key):
+            ids = [_new_id(key, i, new) for i in (value if isinstance(value, list) else [value])]
+            setattr(config, key, ids if isinstance(value, list) else ids[0])
+
+
+def _new_id(key: str, old: int, new: Mapping[int, int]) -> int:
+    if old < 0:
+        return old
+    if old not in new:
+        raise DraftsmithError(f"vocab: {key} {old} is not among the kept tokens; keep it")
+    return new[old]

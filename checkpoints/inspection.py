@@ -9,8 +9,13 @@ from draftsmith.checkpoints import checksums
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.formats import ModelRef, stored_tensors, weight_files
 from draftsmith.checkpoints.layout import cache_bytes, layout_of, parameters_per_axis
-from draftsmith.checkpoints.loading import check_files, describe, load_config, load_tokenizer
-from draftsmith.checkpoints.pair import PairCheck, check_tokenizer_rows, context_of
+from draftsmith.checkpoints.loading import check_files, describe, load_config
+from draftsmith.checkpoints.pair import (
+    PairCheck,
+    context_of,
+    load_checked_tokenizer,
+    tokenizer_rows,
+)
 from draftsmith.checkpoints.shape import Shape
 from draftsmith.checkpoints.token_map import TokenMap
 
@@ -28,9 +33,9 @@ def inspect_checkpoint(ref: ModelRef) -> dict[str, Any]:
     family, shape = describe(config, ref)
     check_files(ref, config, family)
     checksums.verify_checksums(ref.folder)
-    tokenizer = load_tokenizer(ref)
     token_map = TokenMap.read(ref.folder, shape.vocab)
-    check_tokenizer_rows(tokenizer, token_map.target_vocab if token_map else shape.vocab, ref.spec)
+    rows = token_map.target_vocab if token_map else shape.vocab
+    tokenizer = load_checked_tokenizer(ref, config, family, rows)
     layout = layout_of(config, family)
     context = context_of(config, family)
     tokens = min(CACHE_TOKENS, context or CACHE_TOKENS)
@@ -50,11 +55,11 @@ def inspect_checkpoint(ref: ModelRef) -> dict[str, Any]:
         "checksums": (ref.folder / checksums.FILE).is_file() and not ref.gguf,
         "cache_tokens": tokens,
         "cache_bytes": cache_bytes(
-            config, family, tokens, encoder_tokens=_encoder_tokens(config, family)
+            config, family, tokens, encoder_tokens=_encoder_tokens(config, family, tokens)
         ),
         "tokenizer": {
             "tokens": len(tokenizer),
-            "padding_rows": shape.vocab - len(tokenizer) if token_map is None else 0,
+            "padding_rows": tokenizer_rows(config, family, rows) - len(tokenizer),
             "bos": tokenizer.bos_token,
             "eos": tokenizer.eos_token,
             "chat_template": bool(tokenizer.chat_template),
@@ -102,12 +107,12 @@ def _stored(ref: ModelRef) -> dict[str, Any]:
     }
 
 
-def _encoder_tokens(config: Any, family: Family) -> int:
+def _encoder_tokens(config: Any, family: Family, tokens: int) -> int:
     """Positions that an encoder gives: fixed where it hears, else as many as are decoded."""
     if not family.has_encoder:
         return 0
     if family.config.mel_bins is None:
-        return CACHE_TOKENS
+        return tokens
     return int(getattr(config, family.config.frames))
 
 
@@ -117,5 +122,11 @@ def _notes(shape: Shape, family: Family) -> list[str]:
         notes.append(
             f"{shape.heads} heads of {shape.head_dim} are not hidden {shape.hidden}: head_dim is "
             "in the config, and readers that derive it from hidden / heads can't load the model"
+        )
+    if family.cache_of_encoder and shape.layers > shape.encoder_layers:
+        notes.append(
+            f"{shape.layers} decoder layers, but {shape.encoder_layers} of the encoder: "
+            "transformers' generate() makes a cache for the encoder's number and fails; give it a "
+            "cache"
         )
     return notes

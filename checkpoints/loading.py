@@ -24,7 +24,7 @@ def load_config(ref: ModelRef) -> Any:
     """The transformers config."""
     from transformers import AutoConfig
 
-    with _one_error(ref):
+    with one_error(ref):
         config = AutoConfig.from_pretrained(**ref.arguments())
         if ref.gguf and (head_dim := _gguf_head_dim(ref)):
             # transformers leaves some families' default here, whatever the file says.
@@ -36,7 +36,7 @@ def load_tokenizer(ref: ModelRef) -> Any:
     """The tokenizer, with its chat template."""
     from transformers import AutoTokenizer
 
-    with _one_error(ref):
+    with one_error(ref):
         tokenizer = AutoTokenizer.from_pretrained(**ref.arguments())
         return _as_in_gguf(tokenizer, ref) if ref.gguf else tokenizer
 
@@ -64,13 +64,17 @@ def require_decoder(family: Family, place: str) -> None:
         )
 
 
-def load_model(ref: ModelRef, device: str | None = None, dtype: Any = None) -> Any:
-    """Load a model in eval mode; a drafter with a cut vocabulary takes and gives the target's ids.
+def load_model(
+    ref: ModelRef, device: str | None = None, dtype: Any = None, target_ids: bool = True
+) -> Any:
+    """Load a model in eval mode.
 
     Args:
         ref: where it lies.
         device: default: an accelerator if there is one.
         dtype: default: one in which the device computes well and, on a CPU, exactly.
+        target_ids: let a drafter with a cut vocabulary take and give the target's ids; false
+            leaves it as it is stored, to be cut or saved again.
 
     Raises:
         RequestError: weights are missing, left over, of other shapes, not numbers, or damaged;
@@ -90,19 +94,19 @@ def load_model(ref: ModelRef, device: str | None = None, dtype: Any = None) -> A
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
     else:
         arguments["use_safetensors"] = not ref.pickle
-    with _one_error(ref):
+    with one_error(ref):
         model, report = getattr(transformers, family.auto).from_pretrained(
             **arguments, output_loading_info=True
         )
-    _check_report(ref, report)
+    _check_report(ref, family, report)
     _check_finite(ref, model)
     if ref.gguf:
         # The dequantised model is an ordinary one; the mark would keep it from being saved.
         model.config.__dict__.pop("quantization_config", None)
     repair_generation_config(model)
     model = model.to(device).eval()
-    if token_map is not None:
-        token_map.attach(model)
+    if token_map is not None and target_ids:
+        token_map.attach(model, family)
     return model
 
 
@@ -117,16 +121,26 @@ def check_files(ref: ModelRef, config: Any, family: Family) -> None:
     """
     if ref.gguf or ref.pickle:
         return
+    if getattr(config, "quantization_config", None):
+        raise RequestError(
+            f"{ref.spec}: config.json has a quantization_config, and quantised weights can't be "
+            "cut or trained; give the original checkpoint"
+        )
     from draftsmith.checkpoints.layout import layout_of
 
-    with _one_error(ref):
+    with one_error(ref):
         expected = layout_of(config, family)
-    found = {}
+    found: dict[str, str] = {}
     for tensor in stored_tensors(ref):
         name, shape = tensor.name, tensor.shape
         own = own_name(name, family, expected)
         if own is None:
             continue
+        if own in found:
+            raise RequestError(
+                f"{ref.spec}: {found[own]} and {name} are the same tensor under two names; "
+                "remove one of them"
+            )
         if own not in expected.shapes:
             raise RequestError(
                 f"{ref.spec}: unexpected tensor {name} {shape}; config and weights don't belong "
@@ -139,17 +153,17 @@ def check_files(ref: ModelRef, config: Any, family: Family) -> None:
             )
         found[own] = name
     filled = {expected.aliases.get(name, name) for name in found}
-    rebuilt = family.optional_in_files
     if missing := [
         name
         for name in expected.shapes
-        if expected.aliases.get(name, name) not in filled and template_of(name)[0] not in rebuilt
+        if expected.aliases.get(name, name) not in filled
+        and template_of(name)[0] not in family.rebuilt
     ]:
         raise RequestError(
             f"{ref.spec}: missing tensors: {_few(missing)}; config and weights don't belong "
             "together"
         )
-    _check_tied(ref, expected, found)
+    _check_tied(ref, config, family, expected, found)
 
 
 def own_name(name: str, family: Family, expected: "Layout") -> str | None:
@@ -165,7 +179,9 @@ def own_name(name: str, family: Family, expected: "Layout") -> str | None:
     return name
 
 
-def _check_tied(ref: ModelRef, expected: "Layout", found: Mapping[str, str]) -> None:
+def _check_tied(
+    ref: ModelRef, config: Any, family: Family, expected: "Layout", found: Mapping[str, str]
+) -> None:
     """Refuse tensors that the config calls one and the files hold as two that differ (case A19)."""
     pairs = {a: own for a, own in expected.aliases.items() if a in found and own in found}
     if not pairs:
@@ -174,15 +190,18 @@ def _check_tied(ref: ModelRef, expected: "Layout", found: Mapping[str, str]) -> 
     tensors = {wanted[t.name]: t.read() for t in stored_tensors(ref) if t.name in wanted}
     for alias, own in pairs.items():
         if not tensors[alias].equal(tensors[own]):
+            hidden, power = getattr(config, family.config.hidden), family.tied_head_power
+            scaled = f" and multiply {alias} by {hidden}**{power}" if power else ""
             raise RequestError(
                 f"{ref.spec}: the config ties {alias} to {own}, but the files hold two tensors "
-                "that differ; set tie_word_embeddings to false in config.json, or remove one"
+                f"that differ; set {family.tied} to false in config.json{scaled}, or remove one"
             )
 
 
-def _check_report(ref: ModelRef, report: Mapping[str, Any]) -> None:
+def _check_report(ref: ModelRef, family: Family, report: Mapping[str, Any]) -> None:
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, report.get(problem) or ())):
+        found = {str(name) for name in report.get(problem) or ()}
+        if names := sorted(n for n in found if template_of(n)[0] not in family.ignored):
             raise RequestError(
                 f"{ref.spec}: {problem.replace('_keys', '')} tensors: {_few(names)}; config and "
                 "weights don't belong together"
@@ -256,11 +275,13 @@ def _as_in_gguf(tokenizer: Any, ref: ModelRef) -> Any:
 
 
 @contextmanager
-def _one_error(ref: ModelRef) -> Iterator[None]:
+def one_error(ref: ModelRef) -> Iterator[None]:
+    """Turn whatever a library raises over a model's files into one request error."""
     try:
         yield
     except RequestError:
         raise
     except Exception as error:  # transformers, tokenizers and safetensors raise what they like
-        reason = next(iter(str(error).strip().splitlines()), repr(error))
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[:3]) or repr(error)
         raise RequestError(f"{ref.spec}: can't be loaded: {reason}") from error

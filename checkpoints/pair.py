@@ -94,14 +94,17 @@ def check_pair(target: ModelRef, drafter: ModelRef) -> PairCheck:
     target_family, target_shape = describe(target_config, target)
     drafter_family, drafter_shape = describe(drafter_config, drafter)
     _check_inputs(target, target_family, target_config, drafter, drafter_family, drafter_config)
-    target_tokenizer, drafter_tokenizer = load_tokenizer(target), load_tokenizer(drafter)
     token_map = TokenMap.read(drafter.folder, drafter_shape.vocab)
     drafter_rows = token_map.target_vocab if token_map else drafter_shape.vocab
-    check_tokenizer_rows(target_tokenizer, target_shape.vocab, target.spec)
-    check_tokenizer_rows(drafter_tokenizer, drafter_rows, drafter.spec)
     shared = shared_vocabulary(
-        target_tokenizer, drafter_tokenizer, target_shape.vocab, drafter_rows
+        load_checked_tokenizer(target, target_config, target_family, target_shape.vocab),
+        load_checked_tokenizer(drafter, drafter_config, drafter_family, drafter_rows),
+        tokenizer_rows(target_config, target_family, target_shape.vocab),
+        tokenizer_rows(drafter_config, drafter_family, drafter_rows),
     )
+    if not target_family.one_vocabulary(target_config):
+        # The tokenizers agree on what is read; what is written has ids of its own.
+        shared = SharedVocabulary(min(target_shape.vocab, drafter_rows))
     if token_map is not None:
         shared = _shared(set(token_map.target_ids) - set(shared.holes), shared.size)
     contexts = (
@@ -119,10 +122,31 @@ def check_pair(target: ModelRef, drafter: ModelRef) -> PairCheck:
     )
 
 
+def tokenizer_rows(config: Any, family: Family, rows: int) -> int:
+    """Rows of the embedding that a tokenizer's ids index: the encoder's where it has its own."""
+    return rows if family.one_vocabulary(config) else int(config.vocab_size)
+
+
+def load_checked_tokenizer(ref: ModelRef, config: Any, family: Family, rows: int) -> Any:
+    """The tokenizer of a model that has a row for each of its ids.
+
+    Raises:
+        RequestError: naming the first id without a row.
+    """
+    tokenizer = load_tokenizer(ref)
+    check_tokenizer_rows(tokenizer, tokenizer_rows(config, family, rows), ref.spec)
+    return tokenizer
+
+
 def context_of(config: Any, family: Family) -> int | None:
     """Positions that a model can tell apart; None: any number."""
     key = family.config.context
-    return None if key is None else int(getattr(config, key))
+    if key is None:
+        return None
+    positions = getattr(config, key, None)
+    if not isinstance(positions, int) or positions < 1:
+        raise RequestError(f"config: {key} is {positions!r}, but a model needs positions")
+    return positions
 
 
 def _check_inputs(

@@ -13,6 +13,7 @@ from draftsmith.checkpoints.families import family_of
 from draftsmith.checkpoints.formats import UNFINISHED, ModelRef
 from draftsmith.checkpoints.generation import repair_generation_config
 from draftsmith.checkpoints.loading import load_tokenizer
+from draftsmith.checkpoints.token_map import FILE as TOKEN_MAP
 from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.data.files import storage, write_json
 
@@ -26,6 +27,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",
     "spiece.model",
     "sentencepiece.bpe.model",
     "source.spm",
@@ -37,6 +39,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# Templates besides the one that is used by default.
+_TEMPLATES = "additional_chat_templates"
 _MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*")
 
 
@@ -65,10 +69,11 @@ def save_model(
             model.save_pretrained(folder)
         _write_config_for_all_ages(folder / "config.json", family.is_tied(model.config))
         save_tokenizer(tokenizer_from, folder)
+        (folder / TOKEN_MAP).unlink(missing_ok=True)
         if token_map is not None:
             token_map.save(folder)
         written = {p.name for pattern in _MODEL_FILES for p in folder.glob(pattern)}
-        extra = {name for name in (*TOKENIZER_FILES, "token_map.json") if (folder / name).is_file()}
+        extra = {name for name in (*TOKENIZER_FILES, TOKEN_MAP) if (folder / name).is_file()}
         write_checksums(folder, written | extra)
         mark.unlink()
 
@@ -81,6 +86,8 @@ def save_tokenizer(ref: ModelRef, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (ref.folder / name).is_file():
             shutil.copyfile(ref.folder / name, folder / name)
+    if (ref.folder / _TEMPLATES).is_dir():
+        shutil.copytree(ref.folder / _TEMPLATES, folder / _TEMPLATES, dirs_exist_ok=True)
 
 
 @contextmanager

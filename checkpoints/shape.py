@@ -112,12 +112,13 @@ def resolve_shape(
     values = {k: v for k, v in wanted.items() if v is not None and k != "heads"}
     if (heads := wanted.get("heads")) is not None:
         values |= _from_heads(source, heads, wanted)
-    for axis in AXES:
-        if axis in values and axis not in family.axes:
+    for name in values:
+        if name not in family.axes:
             raise RequestError(
-                f"{_place(axis)}: {family.name} has no such axis; its axes are "
+                f"{_place(name)}: {family.name} has no such axis; its axes are "
                 f"{', '.join(family.axes)}"
             )
+    for axis in AXES:
         value, most = values.get(axis, getattr(source, axis)), getattr(source, axis)
         if not (1 if most else 0) <= value <= most:
             raise RequestError(
@@ -140,6 +141,11 @@ def check_shape(shape: Shape, family: Family) -> None:
     Raises:
         RequestError: naming the legal widths.
     """
+    if shape.hidden % family.hidden_multiple:
+        raise RequestError(
+            f"{_place('hidden')}: {shape.hidden} is no multiple of {family.hidden_multiple}, which "
+            f"transformers needs of a {family.name}"
+        )
     if family.hidden_of_heads and shape.hidden % shape.heads:
         widths = range(shape.heads, shape.hidden + shape.heads, shape.heads)
         heads = [h for h in range(1, shape.heads + 1) if shape.hidden % h == 0]
@@ -200,6 +206,8 @@ def _from_heads(source: Shape, heads: int, wanted: Mapping[str, int | None]) -> 
             f"{_legal(range(1, source.kv_heads + 1))}, which the source has"
         )
     alone = source.heads_per_group == 1
+    if asked is not None and asked < 1:
+        raise RequestError(f"recipe.prune.shape.kv_heads: {asked} is not among 1, 2, …")
     kv_heads = asked or (min(heads, source.heads) if alone else source.kv_heads)
     per_group, rest = divmod(heads, kv_heads)
     if rest or not per_group or per_group > source.heads_per_group:

@@ -1,13 +1,14 @@
 """From a choice of indices to the compact model: one slicer for every family and axis."""
 
 import copy
+import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from draftsmith.checkpoints.families.base import (
@@ -19,13 +20,10 @@ from draftsmith.checkpoints.families.base import (
     Family,
     template_of,
 )
+from draftsmith.checkpoints.generation import compact_generation_config, renumber_tokens
 from draftsmith.checkpoints.heads import shares_head, untie_head
 from draftsmith.checkpoints.shape import Shape, check_shape, shape_of
 from draftsmith.errors import DraftsmithError
-
-_TOKEN_ID = re.compile(r"token_ids?$")
-# Lists of ids in configs that may lose entries, and do so when the vocabulary is cut.
-_TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens")
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,9 @@ class Selection:
     encoder_ffn: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def choose(cls, shape: Shape, choose: Callable[[Axis, tuple[int, ...]], Iterable[int]]) -> Any:
+    def choose(
+        cls, shape: Shape, choose: Callable[[Axis, tuple[int, ...]], Iterable[int]]
+    ) -> "Selection":
         """Build a selection by asking for the kept entries of each axis, in each kept place.
 
         Args:
@@ -81,15 +81,18 @@ class Selection:
         kept: dict[Axis, Iterable[int]] = {"layers": tuple(layers)}
         if encoder_layers is not None:
             kept["encoder_layers"] = tuple(encoder_layers)
-        selection: Selection = cls.choose(
-            shape, lambda axis, place: kept.get(axis, range(getattr(shape, axis)))
-        )
-        return selection
+        return cls.choose(shape, lambda axis, place: kept.get(axis, range(getattr(shape, axis))))
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Selection":
-        """Read what `to_plain` wrote."""
-        return cls(**{key: _tuples(value) for key, value in plain.items()})
+        """Read what `to_plain` wrote.
+
+        Raises:
+            ValueError: it is nothing of this form.
+        """
+        if unknown := sorted(set(plain) - {field.name for field in fields(cls)}):
+            raise ValueError(f"{unknown[0]} is no axis")
+        return TypeAdapter(cls).validate_json(json.dumps(plain), strict=True)
 
     def to_plain(self) -> dict[str, Any]:
         """As lists, for JSON."""
@@ -100,7 +103,7 @@ class Selection:
         kept = getattr(self, axis)
         outer = WITHIN.get(axis)
         if outer is None:
-            yield (), tuple(range(0)) if kept is None else kept
+            yield (), () if kept is None else kept
         elif WITHIN.get(outer) is None:
             yield from (((o,), k) for o, k in zip(getattr(self, outer), kept, strict=True))
         else:
@@ -116,6 +119,7 @@ class Selection:
                 where.
             RequestError: readers of the family don't take the shape.
         """
+        self._check_lengths(source)
         counts = {axis: self._uniform(axis, source) for axis in AXES if getattr(source, axis)}
         shape = Shape(**(asdict(source) | {str(axis): count for axis, count in counts.items()}))
         if family is not None:
@@ -151,6 +155,21 @@ class Selection:
             inner = inner[1:]
         unit = math.prod(getattr(source, count) for count in inner)
         return (torch.tensor(kept)[:, None] * unit + torch.arange(unit)).flatten()
+
+    def _check_lengths(self, source: Shape) -> None:
+        """Every kept layer and head must have its own entry."""
+        for axis in AXES:
+            kept, outer = getattr(self, axis), WITHIN.get(axis)
+            if not getattr(source, axis):
+                if kept:
+                    raise DraftsmithError(f"{axis}: {_short(kept)} are kept of none")
+            elif outer is not None:
+                wanted = [len(entries) for _, entries in self.places(outer)]
+                found = [len(kept)] if outer not in WITHIN else [len(groups) for groups in kept]
+                if found != (wanted if outer in WITHIN else [sum(wanted)]):
+                    raise DraftsmithError(
+                        f"{axis}: {_short(found)} entries for {_short(wanted)} of {outer}"
+                    )
 
     def _uniform(self, axis: Axis, source: Shape) -> int:
         most = getattr(source, axis)
@@ -198,17 +217,22 @@ class Slicer:
     factors: Mapping[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, config: Any, family: Family, selection: Selection) -> "Slicer":
+    def of(cls, config: Any, family: Family, selection: Selection, tied: bool) -> "Slicer":
         """For a source of this config.
+
+        Args:
+            config: the source's.
+            family: its table.
+            selection: what is kept.
+            tied: whether the source's head is its embedding, whatever the config says.
 
         Raises:
             DraftsmithError: the selection is not uniform, or not one of this source.
         """
         source = shape_of(config, family)
         selection.shape(source, family)
-        one_vocabulary = any(getattr(config, flag) for flag in family.vocab_copies.values())
-        renamed = {"source_vocab": "vocab"} if one_vocabulary else {}
-        factors = _factors(config, family, source, selection)
+        renamed = {"source_vocab": "vocab"} if family.one_vocabulary(config) else {}
+        factors = _factors(config, family, source, selection, tied)
         return cls(family, source, selection, renamed, factors)
 
     def name(self, name: str) -> str | None:
@@ -243,9 +267,9 @@ class Slicer:
             return (kept.double() + offset) * factor - offset
         return kept
 
-    def dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The compact model's: half precision would round what a factor changes."""
-        return torch.float32 if self.factors else stored
+    def dtype(self, stored: set[torch.dtype]) -> torch.dtype:
+        """The compact model's: the source's, or float32 where half would round what is there."""
+        return torch.float32 if self.factors or len(stored) > 1 else next(iter(stored))
 
     def _position(self, template: str, layer: int | None) -> int | None:
         """A block's number among the kept ones."""
@@ -257,12 +281,6 @@ class Slicer:
         assert stack is not None, template
         kept = getattr(self.selection, stack.layers)
         return kept.index(layer) if layer in kept else None
-
-
-def slice_state_dict(state: Mapping[str, Tensor], slicer: Slicer) -> dict[str, Tensor]:
-    """Cut every tensor of `state` and renumber the blocks."""
-    names = {name: new for name in state if (new := slicer.name(name)) is not None}
-    return {new: slicer.cut(name, state[name]) for name, new in names.items()}
 
 
 def compact_config(config: Any, family: Family, selection: Selection) -> Any:
@@ -284,28 +302,12 @@ def compact_config(config: Any, family: Family, selection: Selection) -> Any:
     for key, flag in family.vocab_copies.items():
         if getattr(config, flag):
             setattr(new, key, shape.vocab)
+    if len(selection.layers) < shape_of(config, family).layers:
+        for key in family.per_layer_patterns:
+            vars(new).pop(key, None)
     if selection.vocab is not None:
-        renumber_tokens(new, selection.vocab)
+        renumber_tokens(new, {old: i for i, old in enumerate(selection.vocab)})
     return new
-
-
-def renumber_tokens(config: Any, kept: tuple[int, ...]) -> None:
-    """Give the special ids of a config or generation config their numbers in a cut vocabulary.
-
-    Raises:
-        DraftsmithError: a special token was not kept.
-    """
-    new = {old: i for i, old in enumerate(kept)}
-    for key, value in list(vars(config).items()):
-        if key in _TOKEN_LISTS and value is not None:
-            setattr(config, key, [new[i] for i in value if i in new])
-        elif _TOKEN_ID.search(key) and value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if lost := [i for i in ids if i not in new]:
-                raise DraftsmithError(
-                    f"vocab: {key} {lost[0]} is not among the kept tokens; keep it"
-                )
-            setattr(config, key, [new[i] for i in ids] if isinstance(value, list) else new[value])
 
 
 def compact_model(model: Any, family: Family, selection: Selection) -> Any:
@@ -315,16 +317,15 @@ def compact_model(model: Any, family: Family, selection: Selection) -> Any:
         A model of the same class on the CPU, in eval mode; tied weights stay tied. Its dtype is
         the source's, but float32 where a scale had to be taken up by weights.
     """
-    slicer = Slicer.of(model.config, family, selection)
-    compact = empty_compact(type(model), model.config, slicer, slicer.dtype(model.dtype))
-    if not shares_head(model, family):
+    tied = shares_head(model, family)
+    slicer = Slicer.of(model.config, family, selection, tied)
+    dtype = slicer.dtype({p.dtype for p in model.parameters()})
+    compact = empty_compact(type(model), model.config, slicer, dtype)
+    if not tied:
         untie_head(compact, family)
-    state = slice_state_dict(own_tensors(model), slicer)
-    load_tensors(compact, state.items())
-    if getattr(model, "generation_config", None) is not None:
-        compact.generation_config = copy.deepcopy(model.generation_config)
-        if selection.vocab is not None:
-            renumber_tokens(compact.generation_config, selection.vocab)
+    load_tensors(compact, _slices(model, compact, slicer))
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        compact.generation_config = compact_generation_config(generation, selection)
     return compact.eval()
 
 
@@ -352,7 +353,7 @@ def load_tensors(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy tensors in, strictly: each has its place, and none is left without.
 
     Raises:
-        DraftsmithError: naming what is missing or left over.
+        DraftsmithError: naming what is missing, left over or of another shape.
     """
     places = model.state_dict(keep_vars=True)
     filled = set()
@@ -360,14 +361,32 @@ def load_tensors(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if name not in places:
                 raise DraftsmithError(f"{name}: the compact model has no such tensor")
+            if tensor.shape != places[name].shape:
+                raise DraftsmithError(
+                    f"{name}: cut to {tuple(tensor.shape)}, but the compact model has "
+                    f"{tuple(places[name].shape)}"
+                )
             places[name].copy_(tensor)
             filled.add(id(places[name]))
     if missing := [name for name, tensor in places.items() if id(tensor) not in filled]:
         raise DraftsmithError(f"{missing[0]}: the compact model needs it, the source lacks it")
 
 
+def _slices(model: Any, compact: Any, slicer: Slicer) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model, cut; those that the compact model has apart under each name."""
+    places, own = compact.state_dict(keep_vars=True), own_tensors(model)
+    filled: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        known = template_of(name)[0] in slicer.family.tensors
+        if not (known or name in own) or (new := slicer.name(name)) is None:
+            continue
+        if id(places.get(new)) not in filled:
+            filled.add(id(places.get(new)))
+            yield new, slicer.cut(name, tensor)
+
+
 def _factors(
-    config: Any, family: Family, source: Shape, selection: Selection
+    config: Any, family: Family, source: Shape, selection: Selection, tied: bool
 ) -> dict[str, tuple[float, float]]:
     """Compact tensors that take up a factor which the model derives from its width."""
     ratio = source.hidden / len(selection.hidden)
@@ -382,7 +401,7 @@ def _factors(
             continue
         factor = ratio**scale.power
         put(scale.tensors, factor, 0.0)
-        if family.is_tied(config):
+        if tied:
             put(scale.tied, 1 / factor, scale.offset)
     return factors
 
@@ -421,10 +440,6 @@ def _check_tie(tie: tuple[Axis, ...], source: Shape, shape: Shape, family: Famil
 def _write(config: Any, key: str | None, value: int) -> None:
     if key is not None:
         setattr(config, key, value)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 def _short(values: Iterable[Any]) -> str:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.checkpoints.families.base import Family
+from draftsmith.checkpoints.generation import renumber_tokens
 from draftsmith.data.files import write_json
 from draftsmith.errors import RequestError
 
@@ -58,7 +60,7 @@ class TokenMap:
             return None
         try:
             found = cls(**_checked(json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise RequestError(f"{path}: damaged ({error!r}); get the checkpoint again") from None
         if len(found.target_ids) != rows:
             raise RequestError(
@@ -67,31 +69,58 @@ class TokenMap:
             )
         return found
 
-    def attach(self, model: Any) -> None:
-        """Let a loaded model take and give the target's ids."""
+    def after(self, kept: tuple[int, ...] | None) -> "TokenMap":
+        """The map of what is left when a drafter that has this map is cut once more."""
+        if kept is None:
+            return self
+        fallback = kept.index(self.fallback) if self.fallback in kept else 0
+        return TokenMap(self.target_vocab, tuple(self.target_ids[i] for i in kept), fallback)
+
+    def attach(self, model: Any, family: Family) -> None:
+        """Let a loaded model take and give the target's ids, its special ids included.
+
+        Args:
+            model: is changed; it can't be saved or cut any more.
+            family: its table, which names the embeddings of the cut vocabulary.
+        """
         import torch
 
         rows = torch.full((self.target_vocab,), self.fallback)
         rows[list(self.target_ids)] = torch.arange(len(self.target_ids))
         rows, columns = rows.to(model.device), torch.tensor(self.target_ids, device=model.device)
 
-        def before(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            changed = {
-                name: rows[ids]
-                for name in ("input_ids", "decoder_input_ids")
-                if (ids := kwargs.get(name)) is not None
-            }
-            return args, kwargs | changed
+        def to_rows(module: Any, args: Any) -> Any:
+            return (rows[args[0]], *args[1:])
 
-        def after(module: Any, args: Any, output: Any) -> Any:
-            logits = output.logits
-            wide = logits.new_full((*logits.shape[:-1], self.target_vocab), -math.inf)
-            wide[..., columns] = logits
-            output["logits"] = wide
+        def to_ids(module: Any, args: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (widened(output[0]), *output[1:])
+            output["logits"] = widened(output.logits)
             return output
 
-        model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(after)
+        def widened(logits: Any) -> Any:
+            wide = logits.new_full((*logits.shape[:-1], self.target_vocab), -math.inf)
+            wide[..., columns] = logits
+            return wide
+
+        for embedding in _embeddings(model, family):
+            embedding.register_forward_pre_hook(to_rows)
+        model.register_forward_hook(to_ids)
+        for config in (model.config, model.generation_config):
+            if config is not None:
+                renumber_tokens(config, dict(enumerate(self.target_ids)))
+
+
+def _embeddings(model: Any, family: Family) -> list[Any]:
+    """The embeddings whose rows are the vocabulary that can be cut."""
+    from torch import nn
+
+    cut = {
+        id(tensor)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if "vocab" in family.tensors.get(name, ())
+    }
+    return [m for m in model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in cut]
 
 
 def _checked(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,7 +168,12 @@ class TraceStore:
         index = folder / INDEX
         if not index.is_file():
             raise RequestError(f"{folder}: no trace store here; `draftsmith trace` makes one")
-        self.about: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
+        try:
+            self.about: dict[str, Any] = dict(json.loads(index.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise RequestError(
+                f"{index}: damaged ({error}); delete {folder} and trace again"
+            ) from None
         if self.about.get("format") != FORMAT or self.about.get("version") != VERSION:
             raise RequestError(
                 f"{index}: format {self.about.get('format')!r} version "

@@ -1,7 +1,10 @@
 """Published masks applied to the model that they were learned on."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from draftsmith.checkpoints.formats import ModelRef
 from draftsmith.checkpoints.loading import describe, load_config, load_tokenizer
@@ -10,25 +13,52 @@ from draftsmith.checkpoints.shape import Shape
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.checkpoints.streaming import compact_checkpoint
 from draftsmith.checkpoints.token_map import TokenMap
-from draftsmith.errors import RequestError
+from draftsmith.errors import DraftsmithError, RequestError
 
 
-def read_masks(path: Path) -> tuple[Selection, Shape]:
-    """The selection of a `masks.json`, and the shape of the model that it was made for.
+@dataclass(frozen=True)
+class Masks:
+    """A published choice.
+
+    Attributes:
+        selection: what is kept.
+        source: the shape that it was made for.
+        family: the family that it was made for; None: not stated.
+        method: how it was chosen.
+    """
+
+    selection: Selection
+    source: Shape
+    family: str | None
+    method: str | None
+
+
+def read_masks(path: Path) -> Masks:
+    """Read a `masks.json`.
 
     Raises:
-        RequestError: it is not there, or not such a file.
+        RequestError: it is not there, not such a file, or contradicts itself.
     """
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
-        return Selection.from_plain(plain["selection"]), Shape(**plain["source_shape"])
+        masks = Masks(
+            Selection.from_plain(plain["selection"]),
+            TypeAdapter(Shape).validate_json(json.dumps(plain["source_shape"]), strict=True),
+            plain.get("family"),
+            plain.get("method"),
+        )
+        masks.selection.shape(masks.source)
     except FileNotFoundError:
         raise RequestError(f"{path}: there is no such file") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f"{path}: not a masks file ({error!r}); give a masks.json") from None
+    except DraftsmithError as error:
+        raise RequestError(f"{path}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split()[:24])
+        raise RequestError(f"{path}: not a masks file ({reason}); give a masks.json") from None
+    return masks
 
 
-def compact_from_file(source: ModelRef, masks: Path, folder: Path) -> None:
+def compact_from_file(source: ModelRef, path: Path, folder: Path) -> None:
     """Cut the compact model of a masks file out of `source` and save it in `folder`.
 
     The source is read tensor by tensor, so it may be larger than memory.
@@ -36,11 +66,22 @@ def compact_from_file(source: ModelRef, masks: Path, folder: Path) -> None:
     Raises:
         RequestError: the masks are those of another model.
     """
-    selection, made_for = read_masks(masks)
-    _, shape = describe(load_config(source), source)
-    if shape != made_for:
-        raise RequestError(f"{masks}: made for {made_for}, but {source.spec} has {shape}")
-    token_map = None
-    if selection.vocab is not None:
-        token_map = TokenMap.of(selection.vocab, shape.vocab, load_tokenizer(source))
-    save_model(compact_checkpoint(source, selection), source, folder, token_map)
+    masks = read_masks(path)
+    family, shape = describe(load_config(source), source)
+    if shape != masks.source or masks.family not in (None, family.name):
+        raise RequestError(
+            f"{path}: made for {masks.family or 'a model'} of {masks.source}, but {source.spec} is "
+            f"{family.name} of {shape}"
+        )
+    token_map = _token_map(source, shape, masks.selection)
+    save_model(compact_checkpoint(source, masks.selection), source, folder, token_map)
+
+
+def _token_map(source: ModelRef, shape: Shape, selection: Selection) -> TokenMap | None:
+    """The map of the result: that of a source which was cut before, shortened; or a first one."""
+    before = TokenMap.read(source.folder, shape.vocab)
+    if before is not None:
+        return before.after(selection.vocab)
+    if selection.vocab is None:
+        return None
+    return TokenMap.of(selection.vocab, shape.vocab, load_tokenizer(source))

@@ -1,13 +1,14 @@
 """`draftsmith inspect`: what lies at a path, whatever stage wrote it."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from draftsmith.checkpoints import provenance
-from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.formats import local_path, resolve
 from draftsmith.checkpoints.inspection import inspect_checkpoint, inspect_pair
 from draftsmith.checkpoints.pair import check_pair
 from draftsmith.data.files import PARTIAL
@@ -30,7 +31,7 @@ def inspect(spec: str, target: str | None = None, allow_pickle: bool = False) ->
     Raises:
         RequestError: it is none of these, is damaged, or can't draft for the target.
     """
-    path = Path(spec).expanduser()
+    path = local_path(spec)
     found = _not_a_checkpoint(path)
     if found is None:
         ref = resolve(spec, allow_pickle)
@@ -50,6 +51,8 @@ def inspect(spec: str, target: str | None = None, allow_pickle: bool = False) ->
 def _not_a_checkpoint(path: Path) -> Plain | None:
     if path.is_file() and path.suffix == ".json":
         return _masks(path)
+    if (path / "config.json").is_file():
+        return None
     if (path / INDEX).is_file():
         return _traces(path)
     stages = [f"{stage.folder}{end}" for stage in STAGES for end in ("", PARTIAL)]
@@ -59,15 +62,16 @@ def _not_a_checkpoint(path: Path) -> Plain | None:
 
 
 def _masks(path: Path) -> Plain:
-    selection, source = read_masks(path)
+    masks = read_masks(path)
     return {
         "kind": "masks",
         "path": str(path),
-        "source_shape": asdict(source),
-        "shape": asdict(selection.shape(source)),
-        "layers": list(selection.layers),
-        "encoder_layers": list(selection.encoder_layers),
-        "method": json.loads(path.read_text(encoding="utf-8")).get("method"),
+        "family": masks.family,
+        "source_shape": asdict(masks.source),
+        "shape": asdict(masks.selection.shape(masks.source)),
+        "layers": list(masks.selection.layers),
+        "encoder_layers": list(masks.selection.encoder_layers),
+        "method": masks.method,
     }
 
 
@@ -119,8 +123,10 @@ def _provenance(folder: Path) -> Plain | None:
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return {key: record[key] for key in ("seed", "inputs", "versions", "argv")}
-    except (ValueError, KeyError, TypeError) as error:
+        versions = {str(name): str(number) for name, number in record["versions"].items()}
+        kept = {key: record[key] for key in ("seed", "inputs", "argv")}
+        return kept | {"versions": versions}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{path}: damaged ({error!r}); make the folder anew") from None
 
 
@@ -247,11 +253,11 @@ def _origin(found: Mapping[str, Any]) -> dict[str, str]:
     record = found.get("provenance")
     if not record:
         return {}
-    versions = record["versions"]
+    versions = defaultdict(lambda: "?", record["versions"])
     seed = "" if record["seed"] is None else f", seed {record['seed']}"
     return {
-        "made by": f"draftsmith {versions['draftsmith']}, torch {versions.get('torch', '?')}, "
-        f"transformers {versions.get('transformers', '?')}{seed}"
+        "made by": f"draftsmith {versions['draftsmith']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}{seed}"
     }
 
 

@@ -275,6 +275,7 @@ def _prune(run: Run, folder: Path) -> None:
         folder / MASKS,
         {
             "source": run.source.spec,
+            "family": family.name,
             "source_shape": asdict(source),
             "method": settings.method,
             "selection": result.selection.to_plain(),

@@ -40,7 +40,7 @@ def export_drafter(
             )
         gguf.preflight(config, family, shape, target, gguf_type)
     # Exactly what was trained, whatever this machine computes best.
-    model = load_model(drafter, device="cpu", dtype=torch.float32)
+    model = load_model(drafter, device="cpu", dtype=torch.float32, target_ids=False)
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {

@@ -19,7 +19,7 @@ FAMILY = Family(
         **_BUILD.tensors(),
     },
     optional=frozenset({*_EMBEDDINGS[1:], "lm_head.weight"}),
-    optional_in_files=frozenset({"final_logits_bias"}),
+    rebuilt={"final_logits_bias": ""},
     ignored=frozenset({"model.encoder.version", "model.decoder.version"}),
     stacks=_BUILD.stacks(),
     config=_BUILD.config,

@@ -123,9 +123,9 @@ class HiddenScale:
 
     Attributes:
         power: 0.5 for embeddings that are multiplied by the root of the width.
-        tensors: templates that take up the change, by (old / new)**power; `{last}` is the last
-            decoder block.
-        tied: where the head is the embedding, templates that undo the change before it.
+        tensors: templates that take up the change, by (old / new)**power.
+        tied: where the head is the embedding, templates that undo the change before it; `{last}`
+            is the last decoder block.
         flag: config field that switches the factor on; None: always on.
         offset: added to the gains of `tied` by the model (norms that learn gain - 1).
     """
@@ -160,7 +160,8 @@ class Family:
         tensors: weight-name template -> the dimension (of `DIMENSIONS` or `FIXED`) at each place;
             a tensor with several names under its first.
         optional: templates that a model may lack (biases, an untied head).
-        optional_in_files: templates that files may lack, since transformers fills them in.
+        rebuilt: templates that files may lack -> the method of their module that makes them anew;
+            empty: zeros.
         ignored: templates of left-overs in old checkpoints that mean nothing.
         stacks: where masks act; the decoder first.
         config: names of the sizes in the config.
@@ -170,6 +171,10 @@ class Family:
             derives one from the other.
         same_in_all_layers: axes on which every layer keeps the same entries.
         first_block: templates that only the first block has; if it goes, they move on.
+        per_layer_patterns: config fields that say which layers have windows by a period; they go
+            when layers go, since `layer_types` says it exactly.
+        hidden_multiple: what readers need the hidden width to be a multiple of.
+        cache_of_encoder: whether transformers sizes the decoder's cache by the encoder's layers.
         hidden_of_heads: whether readers refuse a hidden width that heads don't divide.
         scales: factors that the model derives from its hidden width.
         tied: config field that says whether the head is the embedding.
@@ -184,12 +189,15 @@ class Family:
     name: str
     tensors: Mapping[str, tuple[str, ...]]
     optional: frozenset[str] = frozenset()
-    optional_in_files: frozenset[str] = frozenset()
+    rebuilt: Mapping[str, str] = dataclass_field(default_factory=dict)
     ignored: frozenset[str] = frozenset({"model.layers.{layer}.self_attn.rotary_emb.inv_freq"})
     stacks: tuple[Stack, ...] = (Stack(),)
     config: ConfigKeys = dataclass_field(default_factory=ConfigKeys)
     per_layer_config: tuple[str, ...] = ("layer_types",)
     per_layer_counts: tuple[str, ...] = ("max_window_layers",)
+    per_layer_patterns: tuple[str, ...] = ("sliding_window_pattern", "_sliding_window_pattern")
+    hidden_multiple: int = 1
+    cache_of_encoder: bool = False
     ties: tuple[tuple[Axis, ...], ...] = ()
     same_in_all_layers: frozenset[Axis] = frozenset()
     first_block: frozenset[str] = frozenset()
@@ -226,6 +234,11 @@ class Family:
     def tied_with(self, axis: Axis) -> tuple[Axis, ...]:
         """The axes that are cut in the same ratio as `axis`, itself included."""
         return next((tie for tie in self.ties if axis in tie), (axis,))
+
+    def one_vocabulary(self, config: Any) -> bool:
+        """Whether an encoder reads the tokens that the decoder writes, with the same embedding."""
+        own = any("source_vocab" in dimensions for dimensions in self.tensors.values())
+        return not own or any(getattr(config, flag) for flag in self.vocab_copies.values())
 
     def is_tied(self, config: Any) -> bool:
         """Whether the head is the embedding."""

@@ -23,7 +23,7 @@ FAMILY = Family(
         **_BUILD.tensors(),
     },
     optional=frozenset({"model.shared.weight", *_OWN, "lm_head.weight"}),
-    optional_in_files=frozenset({*_POSITIONS, "final_logits_bias"}),
+    rebuilt={**dict.fromkeys(_POSITIONS, "create_weight"), "final_logits_bias": ""},
     stacks=_BUILD.stacks(),
     config=replace(_BUILD.config, vocab="decoder_vocab_size"),
     ties=_BUILD.ties,

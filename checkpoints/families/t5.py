@@ -83,6 +83,7 @@ FAMILY = Family(
     ties=(("kv_heads", "cross_heads", "encoder_heads"), ("ffn", "encoder_ffn")),
     same_in_all_layers=frozenset({"kv_heads", "encoder_heads"}),
     first_block=frozenset(_TABLES),
+    cache_of_encoder=True,
     scales=(
         HiddenScale(
             power=-0.5,

@@ -22,6 +22,8 @@ FAMILY = Family(
     stacks=_BUILD.stacks(_CONVOLUTIONS),
     config=replace(_BUILD.config, context="max_target_positions", mel_bins="num_mel_bins"),
     ties=_BUILD.ties,
+    # Its encoder's sinusoids are built in halves, with a division by the half less one.
+    hidden_multiple=4,
     head="proj_out",
     auto="AutoModelForSpeechSeq2Seq",
 )

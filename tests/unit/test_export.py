@@ -221,5 +221,5 @@ def test_masks_of_another_model_are_refused(save: Callable[..., Path], tmp_path:
     selection = Selection.of_layers(shape, [0, 1]).to_plain()
     masks.write_text(json.dumps({"selection": selection, "source_shape": vars(shape)}))
     larger = resolve(str(save(make_model(num_hidden_layers=6), name="larger")))
-    with pytest.raises(RequestError, match=r"made for 4 layers.*has 6 layers"):
+    with pytest.raises(RequestError, match=r"made for a model of 4 layers.* is llama of 6 layers"):
         compact_from_file(larger, masks, tmp_path)

@@ -155,3 +155,80 @@ def test_pickles_are_inspected_only_when_asked(save: Save, tiny: Any) -> None:
     found = inspect(str(folder), allow_pickle=True)
     assert found["stored"]["format"] == "pickle"
     assert found["stored"]["files"] == ["pytorch_model.bin"]
+
+
+def test_a_short_context_bounds_what_is_counted(save: Save) -> None:
+    """Both sides of an encoder–decoder with 64 positions."""
+    model = make_model("bart", tie_word_embeddings=True, max_position_embeddings=64)
+    found = inspect(str(save(model)))
+    assert (found["cache_tokens"], found["cache_bytes"]) == (64, 2 * 2 * 4 * 4 * 8 * (64 + 64))
+
+
+def test_a_cache_that_transformers_makes_too_short_is_noted(save: Save) -> None:
+    model = make_model("t5", tie_word_embeddings=True, num_decoder_layers=4, num_layers=3)
+    assert "4 decoder layers, but 3 of the encoder" in inspect(str(save(model)))["notes"][0]
+
+
+def test_a_tokenizer_of_the_source_language_is_compared_with_the_encoder(save: Save) -> None:
+    """Marian with two vocabularies: the decoder's rows are fewer than the tokenizer's ids."""
+    model = make_model(
+        "marian",
+        tie_word_embeddings=True,
+        share_encoder_decoder_embeddings=False,
+        vocab_size=96,
+        decoder_vocab_size=40,
+    )
+    folder = str(save(model))
+    found = inspect(folder, folder)
+    assert found["tokenizer"]["padding_rows"] == 96 - found["tokenizer"]["tokens"]
+    assert found["pair"]["shared_tokens"] == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("provenance.json", "{"),
+        ("provenance.json", "[]"),
+        ("provenance.json", '{"versions": []}'),
+        ("token_map.json", '{"target_vocab": Infinity, "target_ids": [1], "fallback": 0}'),
+        ("generation_config.json", "{"),
+    ],
+)
+def test_damaged_side_files_are_one_error_or_none(
+    name: str, text: str, save: Save, tiny: Any
+) -> None:
+    folder = save(tiny)
+    (folder / name).write_text(text)
+    if name == "generation_config.json":
+        shown(inspect(str(folder)))
+        return
+    with pytest.raises(RequestError, match=rf"{name}: damaged"):
+        inspect(str(folder))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", "{}"])
+def test_a_damaged_trace_index_is_one_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(RequestError, match=r"index\.json"):
+        inspect(str(tmp_path))
+
+
+@pytest.mark.parametrize("spec", ["x" * 5000, "~nosuchuser/model", "a\0b"])
+def test_what_can_be_no_path_is_refused(spec: str) -> None:
+    with pytest.raises(RequestError):
+        inspect(spec)
+
+
+def test_a_checkpoint_with_a_folder_of_scores_is_a_checkpoint(save: Save, tiny: Any) -> None:
+    folder = save(tiny)
+    (folder / "scores").mkdir()
+    assert inspect(str(folder))["kind"] == "checkpoint"
+
+
+def test_quantised_checkpoints_are_refused(save: Save, tiny: Any) -> None:
+    folder = save(tiny)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match=r"quantised weights can't be cut or trained"):
+        inspect(str(folder))

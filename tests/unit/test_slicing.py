@@ -22,9 +22,10 @@ from draftsmith.checkpoints.shape import resolve_shape, shape_of
 from draftsmith.checkpoints.slicing import (
     Selection,
     Slicer,
+    compact_config,
     compact_model,
+    load_tensors,
     own_tensors,
-    slice_state_dict,
 )
 from draftsmith.errors import DraftsmithError, RequestError
 from tests.conftest import make_model
@@ -486,10 +487,9 @@ def test_special_ids_follow_a_cut_vocabulary() -> None:
 def test_unknown_tensor_is_an_error() -> None:
     model, family = make_model(), families()["llama"]
     shape = shape_of(model.config, family)
-    slicer = Slicer.of(model.config, family, Selection.of_layers(shape, [0]))
-    state = model.state_dict() | {"model.surprise.weight": torch.zeros(1)}
-    with pytest.raises(DraftsmithError, match=r"model\.surprise\.weight"):
-        slice_state_dict(state, slicer)
+    slicer = Slicer.of(model.config, family, Selection.of_layers(shape, [0]), tied=False)
+    with pytest.raises(DraftsmithError, match=r"model\.surprise\.weight: not in the table"):
+        slicer.name("model.surprise.weight")
 
 
 def test_an_axis_that_a_family_lacks_is_refused() -> None:
@@ -506,3 +506,105 @@ def test_every_axis_can_be_cut_somewhere() -> None:
     shape = shape_of(make_model("qwen2").config, family)
     assert {axis for axis, _ in cuts(shape, family)} >= {"layers", "hidden", "all"}
     assert smaller(shape, family, "kv_heads") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("gemma3_text", {}),
+        ("bart", {"scale_embedding": True}),
+        ("marian", {"scale_embedding": True}),
+        ("t5", {}),
+        ("llama", {}),
+    ],
+)
+def test_A19_a_head_that_left_its_embedding_is_cut_as_it_is(
+    name: str, variant: dict[str, Any]
+) -> None:
+    """In memory, while the config still ties them: scales follow the weights."""
+    model, family = make_model(name, tie_word_embeddings=True, **variant), families()[name]
+    head = model.get_submodule(family.head)
+    head.weight = torch.nn.Parameter(head.weight + 0.3 * torch.randn_like(head.weight))
+    for axis in ("hidden", "all"):
+        masked, compact, _ = both(model, selection_for(model, family, axis))
+        assert_close(compact, masked)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "bart"])
+def test_a_shared_head_under_an_untied_config_is_cut(name: str) -> None:
+    model, family = make_model(name), families()[name]
+    model.get_submodule(family.head).weight = model.get_input_embeddings().weight
+    masked, compact, _ = both(model, selection_for(model, family, "ffn"))
+    assert_close(compact, masked)
+
+
+def test_weights_that_are_kept_wide_stay_wide(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """T5 in half precision keeps one projection in float32, lest it overflows."""
+    family = families()["t5"]
+    model = make_model("t5", tie_word_embeddings=True)
+    folder = tmp_path / "t5"
+    folder.mkdir()
+    save_model(model, resolve(str(tokenizer_folder)), folder)
+    half = load_model(resolve(str(folder)), dtype=torch.float16)
+    assert len({p.dtype for p in half.parameters()}) == 2
+    assert compact_model(half, family, selection_for(half, family, "layers")).dtype == torch.float32
+
+
+def test_a_tensor_of_another_shape_is_never_spread() -> None:
+    model = make_model()
+    tensors = dict(model.state_dict())
+    tensors["model.norm.weight"] = torch.ones(1)
+    with pytest.raises(DraftsmithError, match=r"model\.norm\.weight: cut to \(1,\), but the .*32"):
+        load_tensors(make_model(), tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "message"),
+    [
+        ("llama", {"kv_heads": 0, "heads": 4}, "kv_heads: 0 is not among"),
+        ("llama", {"head_dim": 32}, "head_dim: llama has no such axis"),
+        ("llama", {"depth": 3}, "depth: llama has no such axis"),
+        ("llama", {"hidden": 0}, "hidden: 0 is not among"),
+    ],
+)
+def test_wrong_counts_are_refused(name: str, wanted: dict[str, int], message: str) -> None:
+    shape = shape_of(make_model(name).config, families()[name])
+    with pytest.raises(RequestError, match=message):
+        resolve_shape(shape, wanted, families()[name])
+
+
+def test_widths_that_readers_cannot_build_are_refused() -> None:
+    family = families()["whisper"]
+    shape = shape_of(make_model("whisper", d_model=24).config, family)
+    with pytest.raises(RequestError, match="hidden: 18 is no multiple of 4, which transformers"):
+        resolve_shape(shape, {"hidden": 18}, family)
+    assert resolve_shape(shape, {"hidden": 12}, family).kv_heads == 2
+
+
+def test_generation_settings_follow_what_is_kept() -> None:
+    model, family = make_model("whisper", tie_word_embeddings=True), families()["whisper"]
+    generation = model.generation_config
+    generation.alignment_heads = [[0, 1], [2, 1], [3, 2]]
+    generation.lang_to_id = {"<|en|>": 40, "<|de|>": 61}
+    generation.forced_decoder_ids = [[1, 40], [2, 61]]
+    generation.suppress_tokens = [5, 61, 70]
+    generation.bad_words_ids = [[40, 5], [61]]
+    shape = shape_of(model.config, family)
+    kept = Selection.of_layers(shape, (2, 3))
+    cut = replace(kept, vocab=(0, 1, 2, 5, 40, 70))
+    new = compact_model(model, family, cut).generation_config
+    assert new.alignment_heads == [[0, 1], [1, 2]]
+    assert new.lang_to_id == {"<|en|>": 4}
+    assert new.forced_decoder_ids == [[1, 4]]
+    assert new.suppress_tokens == [3, 5]
+    assert new.bad_words_ids == [[4, 3]]
+    assert generation.alignment_heads == [[0, 1], [2, 1], [3, 2]]
+
+
+def test_ids_that_stand_for_nothing_stay() -> None:
+    model, family = make_model(), families()["llama"]
+    model.config.pad_token_id = -1
+    shape = shape_of(model.config, family)
+    selection = replace(Selection.of_layers(shape, range(4)), vocab=(0, 1, 2, 9))
+    renumbered = compact_config(model.config, family, selection)
+    assert renumbered.pad_token_id == -1

@@ -123,3 +123,47 @@ def test_values_that_are_no_numbers_are_named(save: Save) -> None:
         compact_checkpoint(ref, selection)
     with pytest.raises(RequestError, match=r"layers\.2\.mlp\.up_proj\.weight holds values that"):
         load_model(ref)
+
+
+def test_left_overs_of_old_checkpoints_are_passed_over(family_name: str, save: Save) -> None:
+    """Buffers and tables that files of old releases hold, and no model reads."""
+    family = families()[family_name]
+    model = make_model(family_name, tie_word_embeddings=True)
+    folder = save(model)
+    file = folder / "model.safetensors"
+    extra = {template.format(layer=0): torch.ones(3) for template in family.ignored}
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    ref = resolve(str(folder))
+    assert_same(load_model(ref), model)
+    selection = selection_for(model, family, "layers")
+    assert_same(compact_checkpoint(ref, selection), compact_model(model, family, selection))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rebuilt_positions_are_exact_whatever_the_files_precision(
+    dtype: torch.dtype, save: Save
+) -> None:
+    model, family = make_model("marian", tie_word_embeddings=True).to(dtype), families()["marian"]
+    ref = resolve(str(save(model)))
+    selection = selection_for(model, family, "hidden")
+    exact = compact_model(load_model(ref, dtype=torch.float32), family, selection)
+    assert_same(compact_checkpoint(ref, selection), exact)
+
+
+def test_one_tensor_under_two_names_is_refused(save: Save) -> None:
+    folder = save(make_model())
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    state["norm.weight"] = state["model.norm.weight"] + 1
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(RequestError, match=r"norm\.weight are the same tensor under two names"):
+        load_model(resolve(str(folder)))
+
+
+def test_a_damaged_generation_config_is_one_error(save: Save) -> None:
+    model = make_model()
+    folder = save(model)
+    (folder / "generation_config.json").write_text("{")
+    selection = selection_for(model, families()["llama"], "layers")
+    with pytest.raises(RequestError, match="can't be loaded: "):
+        compact_checkpoint(resolve(str(folder)), selection)

@@ -13,18 +13,37 @@ from draftsmith.accept.score import score_drafter
 from draftsmith.checkpoints.export import export_drafter
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
-from draftsmith.checkpoints.loading import load_model
+from draftsmith.checkpoints.generation import stop_ids
+from draftsmith.checkpoints.loading import describe, load_config, load_model
 from draftsmith.checkpoints.pair import check_pair
+from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.checkpoints.token_map import FILE, TokenMap
 from draftsmith.errors import RequestError
 from draftsmith.prune.compact import compact_from_file
-from tests.conftest import TINY_VOCAB
+from tests.conftest import TINY_VOCAB, make_model
 
 Save = Callable[..., Path]
 # Every second ordinary token, and the special ones.
 KEPT = (0, 1, 2, *range(3, TINY_VOCAB, 2))
+
+
+# For models whose special ids are high.
+SPECIAL_KEPT = (*range(12), 70, 75)
+
+
+def cut_vocabulary(source: Any, save: Save, tmp_path: Path) -> Path:
+    """A source with all its layers and the tokens of `SPECIAL_KEPT`."""
+    folder = save(source, name="whole")
+    shape = shape_of(source.config, families()[source.config.model_type])
+    selection = replace(Selection.of_layers(shape, range(shape.layers)), vocab=SPECIAL_KEPT)
+    masks = tmp_path / "cut.json"
+    masks.write_text(json.dumps({"selection": selection.to_plain(), "source_shape": vars(shape)}))
+    out = tmp_path / "cut"
+    out.mkdir()
+    compact_from_file(resolve(str(folder)), masks, out)
+    return out
 
 
 @pytest.fixture
@@ -127,3 +146,74 @@ def test_without_a_file_there_is_no_map(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{")
     with pytest.raises(RequestError, match="damaged"):
         TokenMap.read(tmp_path, rows=3)
+
+
+def test_its_special_ids_are_the_targets(save: Save, tmp_path: Path) -> None:
+    """An encoder–decoder that starts and ends with tokens which have other rows."""
+    source = make_model(
+        "t5",
+        num_layers=4,
+        tie_word_embeddings=True,
+        eos_token_id=75,
+        pad_token_id=70,
+        decoder_start_token_id=70,
+    )
+    drafter = load_model(resolve(str(cut_vocabulary(source, save, tmp_path))))
+    assert stop_ids(drafter) == {75}
+    assert drafter.config.decoder_start_token_id == 70
+    text = torch.tensor([[3, 5, 9, 75]])
+    ours = drafter.generate(input_ids=text, max_new_tokens=6, do_sample=False)
+    with torch.inference_mode():
+        logits = source(input_ids=text, decoder_input_ids=ours[:, :-1]).logits.clone()
+        logits[..., [i for i in range(TINY_VOCAB) if i not in SPECIAL_KEPT]] = -torch.inf
+    assert ours[0, 0] == 70
+    assert torch.equal(ours[0, 1:], logits[0].argmax(-1))
+
+
+def test_positions_and_tuples_are_understood(pair: tuple[Path, Path]) -> None:
+    drafter = load_model(resolve(str(pair[1])))
+    ids = torch.tensor([KEPT[3:9]])
+    with torch.inference_mode():
+        named = drafter(input_ids=ids).logits
+        assert torch.equal(drafter(ids).logits, named)
+        assert torch.equal(drafter(input_ids=ids, return_dict=False)[0], named)
+
+
+def test_an_encoder_with_a_vocabulary_of_its_own_keeps_its_ids(save: Save, tmp_path: Path) -> None:
+    source = make_model(
+        "marian",
+        tie_word_embeddings=True,
+        share_encoder_decoder_embeddings=False,
+        vocab_size=110,
+    )
+    drafter = load_model(resolve(str(cut_vocabulary(source, save, tmp_path))))
+    inputs = {"input_ids": torch.tensor([[65, 104]]), "decoder_input_ids": torch.tensor([[1, 70]])}
+    with torch.inference_mode():
+        ours, theirs = drafter(**inputs).logits, source(**inputs).logits
+    kept = torch.tensor(SPECIAL_KEPT)
+    assert (ours[..., kept] - theirs[..., kept]).abs().max() < 1e-5
+
+
+def test_cut_once_more_it_keeps_a_map(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fewer layers keep the map; fewer tokens shorten it. Both end in the target's ids."""
+    drafter = resolve(str(pair[1]))
+    _, shape = describe(load_config(drafter), drafter)
+    fewer_layers = Selection.of_layers(shape, (0, 2))
+    fewer_tokens = replace(fewer_layers, vocab=(0, 1, 2, 10, 20))
+    for number, selection in enumerate((fewer_layers, fewer_tokens)):
+        masks = tmp_path / f"{number}.json"
+        plain = {"selection": selection.to_plain(), "source_shape": vars(shape)}
+        masks.write_text(json.dumps(plain))
+        out = tmp_path / str(number)
+        out.mkdir()
+        compact_from_file(drafter, masks, out)
+        found = TokenMap.read(out, rows=shape.vocab if number == 0 else 5)
+        assert found is not None
+        assert found.target_vocab == TINY_VOCAB
+    assert found.target_ids == (0, 1, 2, KEPT[10], KEPT[20])
+
+
+def test_a_map_is_not_left_behind(pair: tuple[Path, Path], tiny: Any) -> None:
+    save_model(tiny, resolve(str(pair[0])), pair[1])
+    assert not (pair[1] / FILE).exists()
+    load_model(resolve(str(pair[1])))
