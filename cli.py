@@ -153,7 +153,11 @@ def score(
     drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="folder, hub id or .gguf file")],
     target: Annotated[str, typer.Option(help="the model whose output must come out")],
     prompts: Annotated[
-        str, typer.Option(help="JSONL with prompt, text or messages; or a shipped suite")
+        str,
+        typer.Option(
+            help="a file of prompts (JSONL or parquet), quick, or a set of the hub: mmlu, gsm8k, "
+            "hub:OWNER/NAME?prompt={field}"
+        ),
     ] = "quick",
     lookahead: Annotated[
         str, typer.Option("-k", metavar="K|A:B|K,K", help="lookaheads decoded for real")

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftsmith.checkpoints.gguf_files import open_gguf
 from draftsmith.data.files import PARTIAL
 from draftsmith.errors import RequestError
 
@@ -101,12 +102,10 @@ def _packaged(spec: str) -> Path:
 
 
 def _gguf(spec: str, path: Path) -> ModelRef:
-    from gguf import GGUFReader
-
     if not path.is_file():
         raise RequestError(f"{spec}: there is no such file")
     try:
-        reader = GGUFReader(path)
+        reader = open_gguf(path)
         end = max((t.data_offset + t.n_bytes for t in reader.tensors), default=0)
     except Exception as error:  # the reader fails in many ways on damaged files
         raise RequestError(f"{spec}: not a readable GGUF file ({error}); get it again") from None
@@ -115,6 +114,11 @@ def _gguf(spec: str, path: Path) -> ModelRef:
             f"{spec}: cut off at {path.stat().st_size} of {end} bytes; get the file again"
         )
     return ModelRef(spec, path.parent, path.name)
+
+
+def shown(name: str) -> str:
+    """A name from a file as it can stand in a message of one line."""
+    return name if name.isprintable() else ascii(name)
 
 
 def local_path(spec: str) -> Path:
@@ -210,20 +214,21 @@ def _check_index(spec: str, folder: Path) -> None:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(weight_map.values()))
         outside = [s for s in shards if Path(s).name != s]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise RequestError(f"{spec}: {index.name} is damaged ({error!r}); get it again") from None
     if outside:
-        raise RequestError(f"{spec}: {index.name} names {outside[0]}, outside of the folder")
-    if missing := [s for s in shards if not (folder / s).is_file()]:
+        raise RequestError(f"{spec}: {index.name} names {shown(outside[0])}, outside of the folder")
+    there = {file.name for file in folder.iterdir() if file.is_file()}
+    if missing := [shown(shard) for shard in shards if shard not in there]:
         raise RequestError(f"{spec}: shards are missing: {', '.join(missing)}; get them again")
     for shard in shards:
         held = set(_check_safetensors(spec, folder / shard))
         listed = {name for name, place in weight_map.items() if place == shard}
         if odd := sorted(held ^ listed):
             if odd[0] in listed:
-                problem = f"places {odd[0]} in {shard}, which lacks it"
+                problem = f"places {shown(odd[0])} in {shown(shard)}, which lacks it"
             else:
-                problem = f"does not list {odd[0]} of {shard}"
+                problem = f"does not list {shown(odd[0])} of {shown(shard)}"
             raise RequestError(f"{spec}: {index.name} {problem}; get both again")
 
 
@@ -242,11 +247,11 @@ def _check_safetensors(spec: str, file: Path) -> list[str]:
         raise RequestError(f"{spec}: {file.name} holds no tensors")
     for name, tensor in kinds.items():
         if 0 in tensor.get_shape():
-            raise RequestError(f"{spec}: {name} in {file.name} has no entries; get it again")
+            raise RequestError(f"{spec}: {shown(name)} in {file.name} has no entries; get it again")
         if tensor.get_dtype() not in _WEIGHTS:
             raise RequestError(
-                f"{spec}: {name} in {file.name} is {tensor.get_dtype()}, but weights are read as "
-                f"{', '.join(_WEIGHTS)} only; give an unquantised checkpoint"
+                f"{spec}: {shown(name)} in {file.name} is {tensor.get_dtype()}, but weights are "
+                f"read as {', '.join(_WEIGHTS)} only; give an unquantised checkpoint"
             )
     return names
 

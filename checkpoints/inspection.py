@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.checkpoints import checksums
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.formats import ModelRef, stored_tensors, weight_files
+from draftsmith.checkpoints.gguf_files import open_gguf
 from draftsmith.checkpoints.layout import cache_bytes, layout_of, parameters_per_axis
 from draftsmith.checkpoints.loading import check_files, describe, load_config
 from draftsmith.checkpoints.pair import (
@@ -88,9 +89,7 @@ def _stored(ref: ModelRef) -> dict[str, Any]:
     """Format, files, bytes, and how many numbers are stored in each type."""
     types: Counter[str] = Counter()
     if ref.gguf:
-        from gguf import GGUFReader
-
-        for tensor in GGUFReader(ref.path).tensors:
+        for tensor in open_gguf(ref.path).tensors:
             types[tensor.tensor_type.name] += int(tensor.n_elements)
         files = [ref.path]
     elif ref.pickle:

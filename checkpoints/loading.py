@@ -9,8 +9,9 @@ from draftsmith.checkpoints.checksums import verify_checksums
 from draftsmith.checkpoints.devices import default_device, working_dtype
 from draftsmith.checkpoints.families import family_of
 from draftsmith.checkpoints.families.base import Family, template_of
-from draftsmith.checkpoints.formats import ModelRef, stored_tensors
+from draftsmith.checkpoints.formats import ModelRef, shown, stored_tensors
 from draftsmith.checkpoints.generation import repair_generation_config
+from draftsmith.checkpoints.gguf_files import gguf_names, open_gguf
 from draftsmith.checkpoints.shape import Shape, shape_of
 from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.errors import RequestError
@@ -45,10 +46,13 @@ def describe(config: Any, ref: ModelRef) -> tuple[Family, Shape]:
     """Family table and shape of a config.
 
     Raises:
-        RequestError: the family is not supported.
+        RequestError: the family is not supported, or a size is no size.
     """
     family = family_of(config.model_type, ref.spec)
-    return family, shape_of(config, family)
+    try:
+        return family, shape_of(config, family)
+    except RequestError as error:
+        raise RequestError(f"{ref.spec}: {error}") from None
 
 
 def require_decoder(family: Family, place: str) -> None:
@@ -113,12 +117,15 @@ def load_model(
 def check_files(ref: ModelRef, config: Any, family: Family) -> None:
     """Compare the tensors that lie in the files with those that the config implies.
 
-    Only headers are read, and a head that may contradict the config. GGUF and pickle files are
-    compared while they are loaded.
+    Only headers are read, and a head that may contradict the config. Pickle files are compared
+    while they are loaded.
 
     Raises:
         RequestError: naming what is missing, left over or of another shape.
     """
+    _check_layers(ref, shape_of(config, family))
+    if ref.gguf:
+        _check_gguf(ref, config, family)
     if ref.gguf or ref.pickle:
         return
     if getattr(config, "quantization_config", None):
@@ -143,8 +150,8 @@ def check_files(ref: ModelRef, config: Any, family: Family) -> None:
             )
         if own not in expected.shapes:
             raise RequestError(
-                f"{ref.spec}: unexpected tensor {name} {shape}; config and weights don't belong "
-                "together"
+                f"{ref.spec}: unexpected tensor {shown(name)} {shape}; config and weights don't "
+                "belong together"
             )
         if shape != expected.shapes[own]:
             raise RequestError(
@@ -164,6 +171,43 @@ def check_files(ref: ModelRef, config: Any, family: Family) -> None:
             "together"
         )
     _check_tied(ref, config, family, expected, found)
+
+
+def _check_layers(ref: ModelRef, shape: Shape) -> None:
+    """Refuse a number of layers for which there can't be tensors: building it might never end."""
+    layers = shape.layers + shape.encoder_layers
+    if ref.pickle:
+        return
+    stored = open_gguf(ref.path).tensors if ref.gguf else list(stored_tensors(ref))
+    if layers > len(stored):
+        raise RequestError(
+            f"{ref.spec}: the config says {layers} layers, but the files hold {len(stored)} "
+            "tensors; config and weights don't belong together"
+        )
+
+
+def _check_gguf(ref: ModelRef, config: Any, family: Family) -> None:
+    """Compare the tensors of a GGUF with those that its metadata imply."""
+    if family.gguf is None:
+        return
+    from draftsmith.checkpoints.layout import layout_of
+
+    with one_error(ref):
+        expected = layout_of(config, family)
+    found = {t.name: tuple(map(int, reversed(t.shape))) for t in open_gguf(ref.path).tensors}
+    names = gguf_names(family, shape_of(config, family).layers)
+    for name, wanted in expected.shapes.items():
+        if name in expected.aliases:
+            continue
+        if names.get(name) not in found:
+            raise RequestError(
+                f"{ref.spec}: {names.get(name, name)} is missing; get the file again"
+            )
+        if found[names[name]] != wanted:
+            raise RequestError(
+                f"{ref.spec}: {names[name]} is {found[names[name]]}, but the metadata says "
+                f"{wanted}; get the file again"
+            )
 
 
 def own_name(name: str, family: Family, expected: "Layout") -> str | None:
@@ -241,9 +285,7 @@ def quiet_transformers() -> None:
 
 
 def _gguf_head_dim(ref: ModelRef) -> int | None:
-    from gguf import GGUFReader
-
-    fields = GGUFReader(ref.path).fields
+    fields = open_gguf(ref.path).fields
     field = fields.get(f"{fields['general.architecture'].contents()}.attention.key_length")
     return int(field.contents()) if field else None
 
@@ -253,11 +295,10 @@ def _as_in_gguf(tokenizer: Any, ref: ModelRef) -> Any:
 
     An added token has no row in the model, and other runtimes refuse the pair (case A32).
     """
-    from gguf import GGUFReader
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    fields = GGUFReader(ref.path).fields
+    fields = open_gguf(ref.path).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     if len(tokenizer) <= len(tokens):
         return tokenizer

@@ -1,15 +1,15 @@
 """Prompts as token ids: exactly one BOS, the same in training, scoring and export (case A3)."""
 
-import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
-from draftsmith.data.corpus import is_unicode, read_rows
+from draftsmith.data.progress import say
+from draftsmith.data.suites import READY, Row, file_rows, hub_rows, hub_set
 from draftsmith.errors import RequestError
 
 # A text that no template would contain or change, to see what a template writes around it.
@@ -114,59 +114,76 @@ def suites() -> dict[str, Path]:
 
 
 def prompt_file(spec: str) -> Path:
-    """The file of a prompt set, given its path or the name of a shipped suite."""
+    """The file of a prompt set, given its path or the name of a shipped suite.
+
+    Raises:
+        RequestError: there is no such file; or the prompts come from the hub, so there is none.
+    """
+    if hub_set(spec) is not None:
+        raise RequestError(f"prompts {spec}: a data set of the hub is no file; give a file's path")
     path = suites().get(spec, Path(spec).expanduser())
     if not path.is_file():
         raise RequestError(
-            f"prompts {spec}: no such file, nor a shipped suite ({', '.join(suites())})"
+            f"prompts {spec}: no such file, nor a shipped suite ({', '.join(suites())}), nor one "
+            f"that is read from the hub ({', '.join(READY)}, or hub:OWNER/NAME?option=value)"
         )
     return path
 
 
-def read_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
-    """Read JSONL prompts as the target would see them.
+def prompt_inputs(spec: str) -> dict[str, Path]:
+    """The files on which a prompt set depends, by its spec.
 
-    A row has `prompt` (one user turn where the target has a chat template, else plain text),
-    `text` (always plain) or `messages` (a chat); `id` and `domain` are optional.
+    None for a set of the hub: its spec says all that is known of it without asking the hub, so a
+    finished run is recognised offline. `revision=` pins what the spec means.
 
     Raises:
-        RequestError: the file is missing, or has no usable row; or a chat without a template.
+        RequestError: as for `prompt_file`, and for a bad spec of the hub.
     """
-    path = prompt_file(spec)
-    counts: Counter[str] = Counter()
-    prompts: list[Prompt] = []
-    for number, row in read_rows(path, counts):
-        try:
-            ids = _row_ids(row, tokenizer)
-        except RequestError as error:
-            raise RequestError(f"{path}:{number}: {error}") from None
-        if not ids:
-            counts["no_prompt"] += 1
-            continue
-        name = str(row.get("id", number))
-        prompts.append(Prompt(name, tuple(ids), str(row.get("domain", path.stem))))
-        if len(prompts) == limit:
-            break
-    if not prompts:
-        reasons = ", ".join(f"{reason}: {n}" for reason, n in counts.items()) or "it is empty"
+    return {} if hub_set(spec) is not None else {spec: prompt_file(spec)}
+
+
+def read_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
+    """Read prompts as the target would see them.
+
+    A row of `prompt` (or of a format of `suites.FORMATS`) is one user turn where the target has a
+    chat template, else plain text; `text` is always plain; `messages` are a chat.
+
+    Args:
+        spec: a file, a shipped suite, or a set of the hub as `suites.hub_set` takes it.
+        tokenizer: the target's.
+        limit: use the first prompts only.
+
+    Raises:
+        RequestError: there is no such set, it is empty, or a row cannot be used (naming its line).
+    """
+    hub = hub_set(spec)
+    rows = hub_rows(hub) if hub is not None else file_rows(prompt_file(spec))
+    used = list(islice(rows, limit))
+    if not used:
         raise RequestError(
-            f"prompts {path}: no usable row ({reasons}); a row has prompt, text or messages"
+            f"prompts {spec}: no row was left; "
+            + ("check split= and max_chars=" if hub else "the file is empty")
         )
-    return prompts
+    if cut := sum(row.more_turns for row in used):
+        say(f"note: prompts {spec}: {cut} of {len(used)} rows have further turns, left out")
+    return [Prompt(row.name, _encoded(row, tokenizer), row.domain) for row in used]
 
 
-def _row_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
-    messages, prompt, text = row.get("messages"), row.get("prompt"), row.get("text")
-    if not is_unicode(json.dumps([messages, prompt, text], ensure_ascii=False)):
-        return []
-    if isinstance(messages, list) and messages:
+def _encoded(row: Row, tokenizer: Any) -> tuple[int, ...]:
+    try:
+        ids = _row_ids(row, tokenizer)
+    except RequestError as error:
+        raise RequestError(f"{row.place}: {error}") from None
+    if not ids:
+        raise RequestError(f"{row.place}: the target's tokenizer makes no token of it; take it out")
+    return tuple(ids)
+
+
+def _row_ids(row: Row, tokenizer: Any) -> list[int]:
+    if not isinstance(row.content, str):
         if not has_chat(tokenizer):
             raise RequestError("messages need a chat template, and the target has none")
-        return encode_chat(tokenizer, messages)
-    if isinstance(prompt, str) and prompt.strip():
-        if has_chat(tokenizer):
-            return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
-        return encode_text(tokenizer, prompt)
-    if isinstance(text, str) and text.strip():
-        return encode_text(tokenizer, text)
-    return []
+        return encode_chat(tokenizer, row.content)
+    if has_chat(tokenizer) and not row.plain:
+        return encode_chat(tokenizer, [{"role": "user", "content": row.content}])
+    return encode_text(tokenizer, row.content)

@@ -44,9 +44,9 @@ def read_rows(path: Path, counts: Counter[str]) -> Iterator[tuple[int, dict[str,
     The others are counted in `counts`.
     """
     if path.name.endswith(".parquet"):
-        yield from enumerate(_parquet_rows(path, counts), start=1)
+        yield from enumerate(parquet_rows(path, counts), start=1)
         return
-    for number, line in enumerate(_lines(path, counts), start=1):
+    for number, line in enumerate(lines_of(path, counts), start=1):
         if not line.strip():
             continue
         try:
@@ -119,7 +119,8 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _parquet_rows(path: Path, counts: Counter[str]) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: Path, counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a .parquet file; a damaged one is counted."""
     from datasets import load_dataset
     from pyarrow import ArrowException
 
@@ -129,7 +130,8 @@ def _parquet_rows(path: Path, counts: Counter[str]) -> Iterator[dict[str, Any]]:
         counts["damaged_files"] += 1
 
 
-def _lines(path: Path, counts: Counter[str]) -> Iterator[bytes]:
+def lines_of(path: Path, counts: Counter[str]) -> Iterator[bytes]:
+    """The lines of a file, decompressed by the end of its name; what is cut off is counted."""
     with path.open("rb") as file:
         if path.name.endswith(".zst"):
             yield from _split_lines(_zstd_chunks(file, counts))

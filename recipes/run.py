@@ -23,7 +23,7 @@ from draftsmith.checkpoints.loading import (
 from draftsmith.checkpoints.pair import check_pair, check_tokenizer_rows
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import Shape, resolve_shape
-from draftsmith.data.chat import prompt_file, read_prompts, user_turn
+from draftsmith.data.chat import prompt_inputs, read_prompts, user_turn
 from draftsmith.data.corpus import corpus_files
 from draftsmith.data.files import PARTIAL, fingerprint, publish, storage, write_json, write_text
 from draftsmith.data.progress import say
@@ -110,7 +110,7 @@ class Run:
         if data.source == "corpus":
             return {str(p): p for p in corpus_files(data.path)}
         if data.source == "prompts":
-            return {p: prompt_file(p) for p in data.path}
+            return {n: f for p in data.path for n, f in prompt_inputs(p).items()}
         return {}
 
 
@@ -376,7 +376,7 @@ STAGES: tuple[Stage, ...] = (
         "score",
         "scores",
         settings=("score",),
-        inputs=lambda run: {run.recipe.score.prompts: prompt_file(run.recipe.score.prompts)},
+        inputs=lambda run: prompt_inputs(run.recipe.score.prompts),
         needs=("distilled",),
         work=_score,
     ),

@@ -236,7 +236,11 @@ class ScoreSettings:
     """Real speculative decoding on prompts that training never saw, and replay for every k."""
 
     prompts: Annotated[
-        str, Field(description="a JSONL file of prompts, or the name of a shipped suite")
+        str,
+        Field(
+            description="a file of prompts (JSONL or parquet), quick, or a set of the hub: mmlu, "
+            "gsm8k, hub:OWNER/NAME?prompt={field}"
+        ),
     ] = "quick"
     limit: Annotated[PositiveInt | None, Field(description="use the first prompts only")] = None
     decode_prompts: Annotated[

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from draftsmith.checkpoints.export.parity import Parity, compare
 from draftsmith.checkpoints.families.base import Family, template_of
 from draftsmith.checkpoints.formats import ModelRef, resolve
+from draftsmith.checkpoints.gguf_files import gguf_names, open_gguf
 from draftsmith.checkpoints.layout import layout_of
 from draftsmith.checkpoints.loading import load_model, load_tokenizer
 from draftsmith.checkpoints.pair import check_tokenizer_rows
@@ -160,24 +161,18 @@ def _file_type(tensor_type: str) -> str:
 
 
 def _tensors(model: Any, family: Family, shape: Shape) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    import gguf
-
     assert family.gguf is not None
-    architecture = next(
-        a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == family.gguf.architecture
-    )
-    names = gguf.get_tensor_name_map(architecture, shape.layers)
+    names = gguf_names(family, shape.layers)
     tied = bool(model.config.tie_word_embeddings)
     for name, tensor in model.state_dict().items():
         if tied and name == f"{family.head}.weight":
             continue
-        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if new is None:
-            raise DraftsmithError(f"export gguf: {name} has no GGUF name in {architecture.name}")
+        if name not in names:
+            raise DraftsmithError(f"export gguf: {name} has no GGUF name; set export.to: [hf]")
         array = tensor.detach().float().cpu().numpy()
         if family.gguf.interleaved and template_of(name)[0] in family.rotated:
             array = _interleave(array, shape.head_dim)
-        yield new, np.ascontiguousarray(array)
+        yield names[name], np.ascontiguousarray(array)
 
 
 def _interleave(array: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
@@ -195,9 +190,7 @@ def _write_vocabulary(writer: Any, target: ModelRef, vocab: int) -> None:
 
 
 def _check_copied_rows(target: ModelRef, vocab: int) -> None:
-    from gguf import GGUFReader
-
-    tokens = len(GGUFReader(target.path).fields["tokenizer.ggml.tokens"].data)
+    tokens = len(open_gguf(target.path).fields["tokenizer.ggml.tokens"].data)
     if tokens != vocab:
         raise RequestError(
             f"export gguf: {target.spec} lists {tokens} tokens, but the drafter has {vocab} rows; "
@@ -206,9 +199,9 @@ def _check_copied_rows(target: ModelRef, vocab: int) -> None:
 
 
 def _copy_vocabulary(writer: Any, target: ModelRef) -> None:
-    from gguf import GGUFReader, GGUFValueType
+    from gguf import GGUFValueType
 
-    for key, field in GGUFReader(target.path).fields.items():
+    for key, field in open_gguf(target.path).fields.items():
         if not key.startswith("tokenizer."):
             continue
         kind = field.types[0]

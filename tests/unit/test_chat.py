@@ -14,6 +14,7 @@ from draftsmith.data.chat import (
     encode_text,
     has_chat,
     prompt_file,
+    prompt_inputs,
     read_prompts,
     suites,
     user_turn,
@@ -153,25 +154,56 @@ def test_limit_takes_the_first(tmp_path: Path, tokenizer: Any) -> None:
     assert [p.name for p in read_prompts(spec, tokenizer, limit=2)] == ["0", "1"]
 
 
-def test_bad_rows_are_left_out(tmp_path: Path, tokenizer: Any) -> None:
-    bad = ["", "not json", "[1]", {}, {"prompt": None}, {"prompt": "  "}, {"text": 3}]
-    bad += [{"messages": []}, {"messages": "hello"}]
-    spec = write(tmp_path / "p.jsonl", [*bad, {"prompt": TEXT, "id": "good"}])
-    assert [p.name for p in read_prompts(spec, tokenizer)] == ["good"]
-
-
-def test_a_file_without_a_usable_row_says_why(tmp_path: Path, tokenizer: Any) -> None:
-    spec = write(tmp_path / "p.jsonl", ["not json", {"prompt": ""}])
-    with pytest.raises(RequestError, match=r"p\.jsonl: no usable row .*not_json: 1.*no_prompt: 1"):
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("not json", "not JSON"),
+        ("[1]", "a JSON list, not an object"),
+        ({}, "no prompt, text or messages"),
+        ({"prompt": None}, "no prompt, text or messages"),
+        ({"messages": []}, "no prompt, text or messages"),
+        ('{"text": NaN}', "no prompt, text or messages"),
+        ({"prompt": "  "}, "is empty"),
+        ({"text": True}, "text is a bool, not text"),
+        ({"text": {"en": TEXT}}, "text is a dict, not text"),
+        ({"text": "half \ud83d"}, "surrogate"),
+        ({"messages": "hello"}, "messages: str, not a list"),
+        ({"messages": [{"role": "user", "content": "\udc00"}]}, "surrogate"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(
+    tmp_path: Path, tokenizer: Any, row: Any, reason: str
+) -> None:
+    """The number is that of the line in the file, blank ones counted."""
+    spec = write(tmp_path / "p.jsonl", ["", {"prompt": TEXT}, " ", row])
+    with pytest.raises(RequestError, match=rf"p\.jsonl:4: .*{reason}"):
         read_prompts(spec, tokenizer)
-    with pytest.raises(RequestError, match="it is empty"):
-        read_prompts(write(tmp_path / "p.jsonl", []), tokenizer)
+
+
+def test_an_empty_file_says_so(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match="the file is empty"):
+        read_prompts(write(tmp_path / "p.jsonl", [""]), tokenizer)
+
+
+def test_a_row_past_the_limit_is_not_looked_at(tmp_path: Path, tokenizer: Any) -> None:
+    spec = write(tmp_path / "p.jsonl", [{"prompt": TEXT}, "not json"])
+    assert len(read_prompts(spec, tokenizer, limit=1)) == 1
+
+
+def test_a_text_of_which_the_tokenizer_makes_nothing(tmp_path: Path) -> None:
+    class Mute:
+        chat_template = bos_token_id = eos_token_id = None
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": []}
+
+    with pytest.raises(RequestError, match=r"p\.jsonl:1: the target's tokenizer makes no token"):
+        read_prompts(write(tmp_path / "p.jsonl", [{"text": TEXT}]), Mute())
 
 
 def test_messages_without_a_template_name_the_line(tmp_path: Path) -> None:
-    """The number is that of the line in the file, also after blank and damaged ones."""
-    spec = write(tmp_path / "p.jsonl", ["", "not json", {"prompt": TEXT}, {"messages": CHAT}])
-    with pytest.raises(RequestError, match=r"p\.jsonl:4: messages need a chat template"):
+    spec = write(tmp_path / "p.jsonl", ["", {"prompt": TEXT}, {"messages": CHAT}])
+    with pytest.raises(RequestError, match=r"p\.jsonl:3: messages need a chat template"):
         read_prompts(spec, make_tokenizer(template=None))
 
 
@@ -201,8 +233,16 @@ def test_suites_are_found_by_name(tokenizer: Any) -> None:
         assert len({p.name for p in prompts}) == len(prompts)
 
 
+def test_a_file_is_what_a_run_depends_on(tmp_path: Path) -> None:
+    spec = write(tmp_path / "p.jsonl", [{"prompt": TEXT}])
+    assert prompt_inputs(spec) == {spec: tmp_path / "p.jsonl"}
+    assert prompt_inputs("quick") == {"quick": suites()["quick"]}
+    with pytest.raises(RequestError, match="no such file"):
+        prompt_inputs(str(tmp_path / "q.jsonl"))
+
+
 def test_an_unknown_prompt_set_names_the_suites(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(RequestError, match=r"prompts nothere: no such file.*quick"):
+    with pytest.raises(RequestError, match=r"prompts nothere: no such file.*quick.*gsm8k"):
         read_prompts("nothere", tokenizer)
     with pytest.raises(RequestError, match="no such file"):
         read_prompts(str(tmp_path), tokenizer)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.checkpoints.checksums import FILE as CHECKSUMS
 from draftsmith.checkpoints.export import gguf
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.families.base import Family
@@ -30,7 +31,7 @@ from draftsmith.checkpoints.loading import load_model, quiet_transformers
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.errors import DraftsmithError
 from tests.conftest import make_model, make_tokenizer
-from tests.matrix import logits
+from tests.matrix import inputs
 
 Damage = Callable[[Path, random.Random], None]
 
@@ -42,9 +43,15 @@ INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MOST_FLIPS = 3
 MOST_ADDED = 64
-# Deeper than the interpreter's stack, and longer than a file name may be.
+# Deeper than the interpreter's stack.
 NESTING = 100_000
-LONG_NAME = 300
+# Names that break a line, that no file can have, or that can't be written as UTF-8.
+ODD_NAMES = ("two\nlines", "\0", "\ud800", "x" * 300, "..", ".", "")
+# More than could be built or read; what believes such a count must not take long to doubt it.
+ABSURD = 1 << 40
+# Where gguf's reader keeps the length of an array: after the key, the type and that of entries.
+ARRAY_LENGTH = 4
+SECONDS = 10
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 2}),
@@ -67,13 +74,17 @@ class Original:
         path: its folder or file.
         family: of its model.
         state: the bytes of every tensor.
-        logits: what it computes.
+        inputs: of the model.
+        logits: what it computes from them.
+        facts: what its inspection says of the tensors.
     """
 
     path: Path
     family: Family
     state: Mapping[str, bytes]
+    inputs: Mapping[str, torch.Tensor]
     logits: torch.Tensor
+    facts: Mapping[str, Any]
 
     def copy(self, to: Path) -> Path:
         """A copy to be damaged."""
@@ -96,7 +107,9 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
         WRITERS[form](model, family, path, tmp_path_factory.mktemp("source"))
         if form == "gguf":
             path = path.with_suffix(".gguf")
-        return Original(path, family, state_bytes(model), logits(model, family))
+        given = inputs(model, family)
+        facts = facts_of(inspect_checkpoint(resolve(str(path))))
+        return Original(path, family, state_bytes(model), given, logits(model, given), facts)
 
     return made
 
@@ -155,6 +168,18 @@ def state_bytes(model: Any) -> dict[str, bytes]:
     return {name: t.numpy().tobytes() for name, t in model.state_dict().items()}
 
 
+def logits(model: Any, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What a model computes."""
+    with torch.inference_mode():
+        found: torch.Tensor = model(**given).logits
+    return found
+
+
+def facts_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tensors show, out of an inspection."""
+    return {name: found[name] for name in ("family", "shape", "tied_head", "parameters")}
+
+
 def outcome(work: Callable[[], Any], path: Path) -> Any:
     """What `work` gives; None where it ends in an error of one line that names the place."""
     try:
@@ -179,10 +204,16 @@ def inspect(path: Path) -> Any:
 def check_refused_or_exact(path: Path, original: Original) -> None:
     """The contract of safetensors folders."""
     found, model = inspect(path), load(path)
-    assert found is None or found["family"] == original.family.name
+    assert found is None or facts_of(found) == original.facts
     if model is not None:
         assert state_bytes(model) == original.state
-        assert torch.equal(logits(model, original.family), original.logits)
+        assert torch.equal(logits(model, original.inputs), original.logits)
+
+
+def check_refused(path: Path) -> None:
+    """Neither loaded nor inspected."""
+    assert inspect(path) is None
+    assert load(path) is None
 
 
 @pytest.mark.parametrize("form", ["plain", "sharded", "checksummed"])
@@ -312,10 +343,10 @@ def empty_a_tensor(folder: Path, rng: random.Random) -> None:
         tensors[name] = tensors[name][:0]
 
 
-def spoil_a_number(folder: Path, rng: random.Random, value: float) -> None:
+def spoil_a_number(folder: Path, rng: random.Random) -> None:
     with tensors_of(rng.choice(weights(folder))) as tensors:
         numbers = tensors[rng.choice(sorted(tensors))].view(-1)
-        numbers[rng.randrange(len(numbers))] = value
+        numbers[rng.randrange(len(numbers))] = rng.choice([math.nan, math.inf, -math.inf])
 
 
 # --- Damage to an index
@@ -356,9 +387,7 @@ def unlist_a_shard(folder: Path, rng: random.Random) -> None:
 
 def list_another_tensor(folder: Path, rng: random.Random) -> None:
     with weight_map(folder) as places:
-        places[rng.choice(["a.weight", "", "two\nlines", "\ud800"])] = rng.choice(
-            sorted(places.values())
-        )
+        places["other.weight"] = rng.choice(sorted(places.values()))
 
 
 def lose_a_shard(folder: Path, rng: random.Random) -> None:
@@ -377,28 +406,19 @@ def exchange_shards(folder: Path, rng: random.Random) -> None:
     b.write_bytes(content)
 
 
-def lead_elsewhere(folder: Path, rng: random.Random) -> None:
-    """To a file that may well exist, or to a name that no file can have."""
-    outside = shutil.copytree(folder, folder.with_name("outside"))
+def place_elsewhere(folder: Path, shard: str, place: str) -> None:
+    """Let an index name another file for all tensors of a shard."""
     with weight_map(folder) as places:
-        shard = rng.choice(sorted(places.values()))
-        elsewhere = rng.choice(
-            [
-                f"../outside/{shard}",
-                str(outside / shard),
-                f"../{folder.name}/{shard}",
-                f"./{shard}",
-                "..",
-                ".",
-                "",
-                "two\nlines",
-                "\0",
-                "\ud800",
-                "x" * LONG_NAME,
-            ]
-        )
-        for name in [name for name, place in places.items() if place == shard]:
-            places[name] = elsewhere
+        for name in [name for name, known in places.items() if known == shard]:
+            places[name] = place
+
+
+def lead_outside(folder: Path, rng: random.Random) -> None:
+    """Whole shards that lie elsewhere, or are named in a way that could lead there."""
+    outside = shutil.copytree(folder, folder.with_name("outside"))
+    shard = rng.choice(weights(folder)).name
+    paths = [f"../outside/{shard}", str(outside / shard), f"../{folder.name}/{shard}", f"./{shard}"]
+    place_elsewhere(folder, shard, rng.choice(paths))
 
 
 def void_entries(folder: Path, rng: random.Random) -> None:
@@ -458,7 +478,7 @@ def contradict(folder: Path, rng: random.Random) -> None:
 def void_size(folder: Path, rng: random.Random) -> None:
     """A size that is none, or that is left to a default."""
     with json_of(folder / "config.json") as plain:
-        field, value = rng.choice(fields_of(plain, (*_SIZES, *_HEADS, "context"))), MISSING
+        field = rng.choice(fields_of(plain, (*_SIZES, *_HEADS, "context")))
         value = rng.choice(NO_SIZES)
         if value is MISSING:
             del plain[field]
@@ -503,8 +523,8 @@ KINDS: dict[str, tuple[Damage, ...]] = {
         lose_a_shard,
         rename_a_shard,
         exchange_shards,
-        lead_elsewhere,
-        lead_elsewhere,
+        lead_outside,
+        lead_outside,
         void_entries,
         void_index,
         nest_index,
@@ -522,10 +542,7 @@ KINDS: dict[str, tuple[Damage, ...]] = {
         cut_config,
         nest_config,
     ),
-    "values": tuple(
-        lambda folder, rng, value=value: spoil_a_number(folder, rng, value)
-        for value in (math.nan, math.inf, -math.inf)
-    ),
+    "values": (spoil_a_number,),
 }
 
 
@@ -538,25 +555,227 @@ class Case:
     form: str
     damage: Damage
 
+    def made(self, originals: Originals, to: Path) -> tuple[Path, Original]:
+        """The damaged copy, and what it was."""
+        original = originals(self.model, self.form)
+        path = original.copy(to)
+        self.damage(path, random.Random(self.seed))
+        return path, original
 
-def plain_cases() -> Iterator[Any]:
+
+def plain_cases() -> Iterator[Case]:
     """Every group with every model, in one file and in several, by turns."""
     for seed in range(PLAIN_CASES):
         turn, group = divmod(seed, len(KINDS))
         kind = list(KINDS)[group]
-        damage = KINDS[kind][turn % len(KINDS[kind])]
-        model = list(MODELS)[turn % len(MODELS)]
-        form = "sharded" if kind == "index" or turn % 2 else "plain"
-        case = Case(seed, model, form, damage)
-        yield pytest.param(case, id=f"{seed}-{model}-{form}-{damage.__name__}")
+        damages, form = KINDS[kind], "sharded" if kind == "index" or turn % 2 else "plain"
+        model = list(MODELS)[turn // 2 % len(MODELS)]
+        yield Case(seed, model, form, damages[turn % len(damages)])
+
+
+def cases_of(form: str, count: int, models: Sequence[str], damages: Sequence[Damage]) -> list[Case]:
+    """Every damage to every model by turns."""
+    return [
+        Case(seed, models[seed // len(damages) % len(models)], form, damages[seed % len(damages)])
+        for seed in range(count)
+    ]
+
+
+def case_name(case: Case) -> str:
+    """For the list of tests."""
+    return f"{case.seed}-{case.model}-{case.form}-{case.damage.__name__}"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("case", plain_cases())
+@pytest.mark.parametrize("case", plain_cases(), ids=case_name)
 def test_a_damaged_folder_is_refused_or_exact(
     case: Case, originals: Originals, tmp_path: Path
 ) -> None:
-    original = originals(case.model, case.form)
-    folder = original.copy(tmp_path)
-    case.damage(folder, random.Random(case.seed))
-    check_refused_or_exact(folder, original)
+    check_refused_or_exact(*case.made(originals, tmp_path))
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_a_shard_of_an_odd_name_is_refused(name: str, originals: Originals, tmp_path: Path) -> None:
+    folder = originals("llama", "sharded").copy(tmp_path)
+    place_elsewhere(folder, weights(folder)[0].name, name)
+    check_refused(folder)
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_a_listed_tensor_of_an_odd_name_is_refused(
+    name: str, originals: Originals, tmp_path: Path
+) -> None:
+    folder = originals("llama", "sharded").copy(tmp_path)
+    with weight_map(folder) as places:
+        places[name] = weights(folder)[0].name
+    check_refused(folder)
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_a_stored_tensor_of_an_odd_name_is_refused(
+    name: str, originals: Originals, tmp_path: Path
+) -> None:
+    folder = originals("llama", "plain").copy(tmp_path)
+    with header_of(weights(folder)[0]) as tensors:
+        tensors[name] = tensors.pop("model.norm.weight")
+    check_refused(folder)
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("form", ["plain", "gguf"])
+def test_absurdly_many_layers_are_refused_at_once(
+    form: str, originals: Originals, tmp_path: Path
+) -> None:
+    """What builds them one by one before it looks at the files never ends."""
+    path = originals("llama", form).copy(tmp_path)
+    if form == "gguf":
+        set_gguf_number(path, "llama.block_count", ABSURD >> 16)
+    else:
+        with json_of(path / "config.json") as plain:
+            plain["num_hidden_layers"] = ABSURD
+    check_refused(path)
+
+
+# --- Folders with checksums
+
+
+def listed(folder: Path) -> list[Path]:
+    """The files whose digests are known."""
+    lines = (folder / CHECKSUMS).read_text().splitlines()
+    return [folder / line.partition("  ")[2] for line in lines]
+
+
+def flip_weights(folder: Path, rng: random.Random) -> None:
+    flip_bits(rng.choice(weights(folder)), rng)
+
+
+def flip_config(folder: Path, rng: random.Random) -> None:
+    flip_bits(folder / "config.json", rng)
+
+
+def flip_generation_config(folder: Path, rng: random.Random) -> None:
+    flip_bits(folder / "generation_config.json", rng)
+
+
+def flip_listed(folder: Path, rng: random.Random) -> None:
+    flip_bits(rng.choice(listed(folder)), rng)
+
+
+def cut_listed(folder: Path, rng: random.Random) -> None:
+    cut(rng.choice(listed(folder)), rng)
+
+
+def lengthen_listed(folder: Path, rng: random.Random) -> None:
+    lengthen(rng.choice(listed(folder)), rng)
+
+
+def lose_listed(folder: Path, rng: random.Random) -> None:
+    rng.choice(listed(folder)).unlink()
+
+
+def exchange_data(folder: Path, rng: random.Random) -> None:
+    """Two tensors of one shape: each loads in the other's place."""
+    with tensors_of(rng.choice(weights(folder))) as tensors:
+        pairs = [(a, b) for a in tensors for b in tensors if a < b]
+        a, b = rng.choice([(a, b) for a, b in pairs if tensors[a].shape == tensors[b].shape])
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def change_config(folder: Path, rng: random.Random) -> None:
+    """Another number, which may fit the tensors as well."""
+    with json_of(folder / "config.json") as plain:
+        number = rng.choice(sorted(key for key, value in plain.items() if type(value) is int))
+        plain[number] += 1
+
+
+LISTED_KINDS: tuple[Damage, ...] = (
+    flip_weights,
+    flip_config,
+    flip_generation_config,
+    flip_listed,
+    exchange_data,
+    change_config,
+    cut_listed,
+    lengthen_listed,
+    lose_listed,
+)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "case", cases_of("checksummed", CHECKSUM_CASES, list(MODELS), LISTED_KINDS), ids=case_name
+)
+def test_any_change_of_a_listed_file_is_refused(
+    case: Case, originals: Originals, tmp_path: Path
+) -> None:
+    """Even what loads and computes something else."""
+    check_refused(case.made(originals, tmp_path)[0])
+
+
+def flip_checksums(folder: Path, rng: random.Random) -> None:
+    flip_bits(folder / CHECKSUMS, rng)
+
+
+def cut_checksums(folder: Path, rng: random.Random) -> None:
+    cut(folder / CHECKSUMS, rng)
+
+
+@pytest.mark.parametrize(
+    "case",
+    cases_of("checksummed", 2 * len(MODELS), list(MODELS), (flip_checksums, cut_checksums)),
+    ids=case_name,
+)
+def test_damaged_checksums_are_refused_or_the_model_is_exact(
+    case: Case, originals: Originals, tmp_path: Path
+) -> None:
+    check_refused_or_exact(*case.made(originals, tmp_path))
+
+
+# --- GGUF files
+
+
+def flip_gguf_header(path: Path, rng: random.Random) -> None:
+    """Anywhere before the tensors: counts, metadata, vocabulary, shapes."""
+    from gguf import GGUFReader
+
+    flip_bits(path, rng, 0, int(GGUFReader(path).data_offset))
+
+
+def set_gguf_number(path: Path, key: str, number: int) -> None:
+    """Overwrite a number of the metadata."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path, "r+")
+    field = reader.fields[key]
+    field.parts[field.data[0]][0] = number
+    reader.data.flush()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "case",
+    cases_of("gguf", GGUF_CASES, GGUF_MODELS, (flip_gguf_header, cut, lengthen, flip_gguf_header)),
+    ids=case_name,
+)
+def test_a_damaged_gguf_is_refused_or_finite(
+    case: Case, originals: Originals, tmp_path: Path
+) -> None:
+    """Nothing in the format tells another metadata value, so no exact model is asked for."""
+    path, _ = case.made(originals, tmp_path)
+    inspect(path)
+    model = load(path)
+    assert model is None or all(t.isfinite().all() for t in model.state_dict().values())
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_gguf_array_longer_than_its_file_is_refused_at_once(
+    originals: Originals, tmp_path: Path
+) -> None:
+    """The gguf package reads empty slices past the end, entry by entry."""
+    from gguf import GGUFReader
+
+    path = originals("llama", "gguf").copy(tmp_path)
+    reader = GGUFReader(path, "r+")
+    reader.fields["tokenizer.ggml.token_type"].parts[ARRAY_LENGTH][0] = ABSURD
+    reader.data.flush()
+    check_refused(path)
