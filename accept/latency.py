@@ -42,20 +42,47 @@ class Latency:
         """Emitted per round above which drafting pays."""
         return self.round_seconds(lookahead) / self.ar
 
-    def speedup(self, counts: RoundCounts, texts: int) -> float:
-        """Predicted tokens per second over those of the target alone.
-
-        Args:
-            counts: rounds over all texts.
-            texts: how many, each with its prefill.
-        """
-        alone = texts * self.prefill_target + counts.emitted * self.ar
+    def speedup(self, load: "Load", lookahead: int) -> float:
+        """Predicted tokens per second over those of the target alone."""
+        alone = load.prefills * self.prefill_target + load.steps * self.ar
         together = (
-            texts * (self.prefill_target + self.prefill_drafter)
-            + counts.rounds * self.round_seconds(counts.lookahead)
-            + counts.full * (self.draft_after_full - self.draft)
+            load.prefills * (self.prefill_target + self.prefill_drafter)
+            + load.rounds * self.round_seconds(lookahead)
+            + load.full * (self.draft_after_full - self.draft)
         )
         return alone / together
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work on a set of texts, as the machine sees it: a batch goes on until its last row ends.
+
+    Attributes:
+        prefills: batches.
+        steps: plain decoding steps.
+        rounds: rounds of speculative decoding.
+        full: of which all proposals were kept, so that the drafter takes in one position more.
+    """
+
+    prefills: int
+    steps: float
+    rounds: float
+    full: float
+
+    @classmethod
+    def of(cls, counts: Sequence[RoundCounts], batch: int) -> "Load":
+        """Of texts that are decoded in groups of `batch`, in order.
+
+        Of expected rounds the largest of a group stands for the group, which is a little less
+        than the expected largest.
+        """
+        groups = [counts[i : i + batch] for i in range(0, len(counts), batch)]
+        return cls(
+            prefills=len(groups),
+            steps=sum(max(c.emitted for c in group) for group in groups),
+            rounds=sum(max(c.rounds for c in group) for group in groups),
+            full=sum(max(c.full for c in group) for group in groups),
+        )
 
 
 def break_even_acceptance(emitted: float, lookahead: int) -> float | None:
@@ -70,19 +97,21 @@ def break_even_acceptance(emitted: float, lookahead: int) -> float | None:
 @torch.inference_mode()
 def measure_latency(
     target: CachedModel,
-    drafter: CachedModel,
+    drafter: CachedModel | None,
     prompt: Sequence[int],
     answer: Sequence[int],
     lookaheads: Iterable[int],
+    batch: int = 1,
 ) -> Latency:
     """Time every kind of forward in turn, with caches as full as in the middle of an answer.
 
     Args:
         target: the target.
-        drafter: the drafter.
+        drafter: the drafter; None: one that takes no time.
         prompt: a typical prompt.
         answer: what the target answered.
         lookaheads: for which to time a verification.
+        batch: rows in each forward.
     """
     written = list(answer[: max(1, len(answer) // 2)])
     widths = sorted(set(lookaheads))
@@ -94,34 +123,38 @@ def measure_latency(
         work()
         times.setdefault(name, []).append(watch.lap())
 
+    def feed(model: CachedModel, tokens: Sequence[int], keep: int) -> None:
+        model.feed_rows([tokens] * batch, keep=keep)
+
     def step(model: CachedModel, tokens: int) -> None:
         start = model.length
-        model.feed_list((written * tokens)[:tokens], keep=1 if model is drafter else 0)
+        feed(model, (written * tokens)[:tokens], keep=1 if model is drafter else 0)
         model.crop(start)
 
     def prefill(model: CachedModel) -> None:
-        model.reset()
-        model.feed_list(prompt, keep=1)
+        model.reset(batch)
+        feed(model, prompt, keep=1)
 
     # The first pass warms up and is not counted.
     for repeat in range(_REPEATS + 1):
         if repeat == 1:
             times.clear()
         timed("prefill_target", lambda: prefill(target))
-        timed("prefill_drafter", lambda: prefill(drafter))
-        target.feed_list(written, keep=1)
-        drafter.feed_list(written, keep=1)
+        feed(target, written, keep=1)
         timed("ar", lambda: step(target, 1))
-        timed("draft", lambda: step(drafter, 1))
-        timed("draft_after_full", lambda: step(drafter, 2))
+        if drafter is not None:
+            timed("prefill_drafter", lambda: prefill(drafter))
+            feed(drafter, written, keep=1)
+            timed("draft", lambda: step(drafter, 1))
+            timed("draft_after_full", lambda: step(drafter, 2))
         for k in widths:
             timed(f"verify {k}", lambda k=k: step(target, k + 1))  # type: ignore[misc]
     median = {name: statistics.median(values) for name, values in times.items()}
     return Latency(
         ar=median["ar"],
-        draft=median["draft"],
-        draft_after_full=median["draft_after_full"],
+        draft=median.get("draft", 0.0),
+        draft_after_full=median.get("draft_after_full", 0.0),
         verify={k: median[f"verify {k}"] for k in widths},
         prefill_target=median["prefill_target"],
-        prefill_drafter=median["prefill_drafter"],
+        prefill_drafter=median.get("prefill_drafter", 0.0),
     )

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from draftsmith.accept.decode import Round
+from draftsmith.accept.warping import Warping
 from draftsmith.checkpoints.pair import SharedVocabulary
 
 
@@ -121,3 +122,56 @@ def greedy_matches(
         choices = vocabulary.restrict(logits_NV).argmax(-1)
         matches[:known] = (choices == ids[0, len(prompt) :]).cpu().numpy()
     return matches
+
+
+@torch.inference_mode()
+def sampling_acceptance(
+    drafter: Any,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    logprobs: Sequence[float] | NDArray[Any],
+    vocabulary: SharedVocabulary,
+    warping: Warping,
+) -> NDArray[np.float64]:
+    """The probability that a proposal at each position was accepted, given the text: [N].
+
+    A token is emitted by acceptance with probability min(p, q), and at all with p.
+
+    Args:
+        drafter: the drafter.
+        prompt: ids.
+        answer: what the target sampled under `warping`.
+        logprobs: log p of each answer token under that warping.
+        vocabulary: ids that can be proposed.
+        warping: how both draw.
+    """
+    acceptance = np.zeros(len(answer))
+    known = min(len(answer), drafter.config.max_position_embeddings - len(prompt))
+    if known > 0:
+        ids = torch.tensor([[*prompt, *answer[:known]]], device=drafter.device)
+        logits_NV = drafter(input_ids=ids[:, :-1], logits_to_keep=known).logits[0]
+        q_NV = warping.probabilities(vocabulary.restrict(logits_NV))
+        chosen = ids[0, len(prompt) :, None]
+        shared = chosen < q_NV.shape[-1]
+        q = (q_NV.gather(-1, chosen.clamp_max(q_NV.shape[-1] - 1)) * shared)[:, 0]
+        ratio = q.double().cpu().numpy() / np.exp(np.asarray(logprobs[:known], np.float64))
+        acceptance[:known] = np.minimum(1.0, ratio)
+    return acceptance
+
+
+@torch.inference_mode()
+def text_logprobs(
+    target: Any,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    vocabulary: SharedVocabulary,
+    warping: Warping,
+) -> NDArray[np.float64]:
+    """Log p of each token of a text that the target drew, under that warping, [N]."""
+    ids = torch.tensor([[*prompt, *answer]], device=target.device)
+    logits_NV = target(input_ids=ids[:, :-1], logits_to_keep=len(answer)).logits[0]
+    p_NV = warping.probabilities(vocabulary.restrict(logits_NV))
+    p = p_NV.gather(-1, ids[0, len(prompt) :, None])[:, 0].double().cpu().numpy()
+    # What was drawn step by step may have lost its last mass to rounding in one pass.
+    logprobs: NDArray[np.float64] = np.log(np.maximum(p, np.finfo(np.float32).tiny))
+    return logprobs

@@ -1,19 +1,33 @@
 """The score of a drafter: acceptance and speed on prompts, by real decoding and by replay."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftsmith.accept.cache import CachedModel
-from draftsmith.accept.decode import Generation, Limits, greedy_decode, speculative_decode
-from draftsmith.accept.drafters import AutoregressiveDrafter
-from draftsmith.accept.latency import Latency, break_even_acceptance, measure_latency
-from draftsmith.accept.replay import RoundCounts, greedy_matches, replay
+from draftsmith.accept.decode import Generation, Limits, decode_batch, plain_decode
+from draftsmith.accept.drafters import AutoregressiveDrafter, Drafter, PromptLookup
+from draftsmith.accept.energy import measure_energy
+from draftsmith.accept.latency import Latency, Load, break_even_acceptance, measure_latency
+from draftsmith.accept.quality import measure_quality
+from draftsmith.accept.replay import (
+    RoundCounts,
+    greedy_matches,
+    replay,
+    sampling_acceptance,
+    text_logprobs,
+)
+from draftsmith.accept.statistics import most_rejected, ratio_interval
+from draftsmith.accept.verdict import verdict
+from draftsmith.accept.verify import Greedy, Verification
 from draftsmith.checkpoints import provenance
+from draftsmith.checkpoints.families import family_of
 from draftsmith.checkpoints.formats import ModelRef
 from draftsmith.checkpoints.generation import stop_ids
+from draftsmith.checkpoints.layout import cache_bytes
 from draftsmith.checkpoints.loading import (
     describe,
     load_config,
@@ -27,10 +41,13 @@ from draftsmith.data.progress import Progress, say
 from draftsmith.errors import RequestError
 
 SCHEMA = 1
+# A drafter that is no model: it copies from the text.
+PROMPT_LOOKUP = "prompt-lookup"
 # Sums in another order, as over one position or several, end some units in the last place apart.
 # Logits of about 16 that are closer than this are a numeric tie: 0.001 in float32, 0.5 in bfloat16.
 _TIE_UNITS = {torch.float32: 500.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 _LOGIT_SCALE = 16.0
+_REJECTED = 10
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,8 @@ class Row:
     """Figures of one lookahead; what does not exist is None.
 
     `rounds` … `emitted` are sums over prompts, expectations in replay rows. `per_position` is the
-    share of rounds whose proposal at each position was accepted.
+    share of rounds whose proposal at each position was accepted. Intervals are of 95 %, by
+    bootstrap over prompts.
     """
 
     lookahead: int
@@ -60,6 +78,8 @@ class Row:
     identical_tokens: int | None = None
     compared_tokens: int | None = None
     first_differences: list[dict[str, Any]] | None = None
+    emitted_per_round_interval: list[float] | None = None
+    acceptance_rate_interval: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,44 +94,79 @@ class Score:
     lossless: bool
     decode: list[Row]
     replay: list[Row]
-    by_domain: dict[str, dict[str, float | None]]
+    by_domain: dict[str, dict[str, Any]]
     verdict: dict[str, Any]
     waterfall: dict[str, float]
+    rejected: list[dict[str, Any]]
+    kv_bytes_per_token: dict[str, int | None]
     schema: int = SCHEMA
     runtime: str = "torch"
     verify: str = "greedy"
+    settings: dict[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
     batch: int = 1
-    quality: None = None
-    energy: None = None
+    quality: dict[str, Any] | None = None
+    energy: dict[str, float] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
 
-@dataclass
-class _Texts:
-    """What was decoded, prompt by prompt."""
-
-    plain: list[Generation] = field(default_factory=list)
-    speculative: dict[int, list[Generation]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and drafter, and what they may say."""
+    """A loaded target and drafter, and what they may say; no drafter: prompt lookup."""
 
     target: CachedModel
-    drafter: CachedModel
+    drafter: CachedModel | None
     shared: SharedVocabulary
     allowed: SharedVocabulary
     limits: Limits
+    text: Callable[[Sequence[int]], str]
+    confidence: float = 0.0
+
+    def proposer(self, verification: Verification) -> Drafter:
+        """What proposes, drawing as the target does."""
+        if self.drafter is None:
+            return PromptLookup(self.limits.stop_ids)
+        return AutoregressiveDrafter(
+            self.drafter,
+            self.shared,
+            self.limits.stop_ids,
+            verification.warping,
+            self.confidence,
+        )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What was decoded.
+
+    Attributes:
+        plain: by the target alone, prompt by prompt, one at a time.
+        speculative: lookahead -> groups of texts that were decoded together.
+        alone_seconds: of each group, decoded together by the target alone.
+        joules: way of decoding -> energy, where the machine tells.
+    """
+
+    plain: list[Generation] = field(default_factory=list)
+    speculative: dict[int, list[list[Generation]]] = field(default_factory=dict)
+    alone_seconds: list[float] = field(default_factory=list)
+    joules: dict[str, float] = field(default_factory=dict)
+
+    def of(self, lookahead: int) -> list[Generation]:
+        """All texts of a lookahead, in the order of the prompts."""
+        return [text for group in self.speculative[lookahead] for text in group]
+
+    def seconds(self, lookahead: int) -> float:
+        """Of decoding with a lookahead; what is decoded together takes its time once."""
+        groups = self.speculative[lookahead]
+        return sum(group[0].prefill_seconds + group[0].seconds for group in groups)
 
 
 def score_drafter(
     target: ModelRef,
-    drafter: ModelRef,
+    drafter: ModelRef | None,
     *,
     prompts: str,
     limit: int | None,
@@ -120,27 +175,36 @@ def score_drafter(
     lookaheads: tuple[int, ...],
     replay_lookahead: int,
     target_model: Any = None,
+    verification: Verification | None = None,
+    batch: int = 1,
+    confidence: float = 0.0,
+    stop_strings: tuple[str, ...] = (),
 ) -> Score:
-    """Score a drafter for a target at batch 1, greedily.
+    """Score a drafter for a target.
 
     Args:
         target: the target.
-        drafter: the drafter; any causal model with the target's tokenizer.
-        prompts: a JSONL file or a shipped suite.
+        drafter: any causal model with the target's tokenizer; None: prompt lookup.
+        prompts: a file, a shipped suite, or a set of the hub.
         limit: use the first prompts only.
         decode_prompts: how many of them are decoded for real; None: all. All are replayed.
         max_new_tokens: tokens written for each.
         lookaheads: decoded for real.
         replay_lookahead: replay covers 1 … this.
         target_model: the target, if it is loaded already.
+        verification: greedy by default.
+        batch: texts decoded together.
+        confidence: stop drafting below it; 0: never.
+        stop_strings: end a text as the EOS does.
 
     Raises:
         RequestError: the tokenizers differ (before any weight is loaded), or a bad prompt file.
     """
+    verification = verification or Verification()
     tokenizer = load_tokenizer(target)
     config = load_config(target)
     require_decoder(describe(config, target)[0], target.spec)
-    found = check_pair(target, drafter)
+    found = check_pair(target, drafter or target)
     for note in found.notes:
         say(f"note: {note}")
     rows = read_prompts(prompts, tokenizer, limit)
@@ -148,10 +212,17 @@ def score_drafter(
     target_model = target_model if target_model is not None else load_model(target)
     pair = Pair(
         target=CachedModel(target_model),
-        drafter=CachedModel(load_model(drafter)),
+        drafter=None if drafter is None else CachedModel(load_model(drafter)),
         shared=found.shared,
         allowed=own_vocabulary(tokenizer, found.target_rows),
-        limits=Limits(max_new_tokens, stop_ids(target_model)),
+        limits=Limits(
+            max_new_tokens,
+            stop_ids(target_model),
+            stop_strings=stop_strings,
+            decode=tokenizer.decode if stop_strings else None,
+        ),
+        text=lambda ids: str(tokenizer.decode(list(ids))),
+        confidence=confidence,
     )
     return score_pair(
         pair,
@@ -159,9 +230,11 @@ def score_drafter(
         lookaheads=lookaheads,
         replay_lookahead=replay_lookahead,
         decode_prompts=decode_prompts,
+        verification=verification,
+        batch=batch,
         names={
             "target": target.spec,
-            "drafter": drafter.spec,
+            "drafter": drafter.spec if drafter else PROMPT_LOOKUP,
             "dtype": str(target_model.dtype).removeprefix("torch."),
             "machine": provenance.machine() | provenance.versions(),
             "prompts": prompts,
@@ -189,130 +262,283 @@ def score_pair(
     *,
     lookaheads: Sequence[int],
     replay_lookahead: int,
-    decode_prompts: int | None = None,
     names: dict[str, Any],
+    decode_prompts: int | None = None,
+    verification: Verification,
+    batch: int = 1,
 ) -> Score:
-    """Score a drafter at batch 1, greedily.
+    """Score a loaded pair.
 
     Args:
         pair: target and drafter.
         prompts: the first `decode_prompts` are decoded for real, all are replayed.
         lookaheads: decoded for real.
-        replay_lookahead: replay covers 1 … this.
-        decode_prompts: None decodes all.
+        replay_lookahead: replay covers 1 … this, where it holds.
         names: target, drafter, dtype, machine and prompts, as they go into the score.
+        decode_prompts: None decodes all.
+        verification: the verifier.
+        batch: texts decoded together.
     """
     lookaheads = sorted(set(lookaheads))
     decoded = prompts[:decode_prompts]
-    texts = _decode_all(pair, prompts, len(decoded), lookaheads)
-    sweep = range(1, replay_lookahead + 1)
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-    typical = by_length[len(prompts) // 2]
-    latency = measure_latency(
-        pair.target,
-        pair.drafter,
-        prompts[typical].ids,
-        texts.plain[typical].tokens,
-        {*lookaheads, *sweep},
-    )
-    matches = [
-        greedy_matches(pair.drafter.model, p.ids, t.tokens, pair.shared)
-        for p, t in zip(prompts, texts.plain, strict=True)
-    ]
-    rows = [_decode_row(k, texts, prompts, latency, len(decoded)) for k in lookaheads]
-    room = [pair.limits.room(p.ids, pair.target.context) for p in prompts]
-    counts = {k: [replay(m, k, r) for m, r in zip(matches, room, strict=True)] for k in sweep}
-    replays = [_replay_row(k, counts[k], latency) for k in sweep]
-    main = min(max(lookaheads), replay_lookahead)
+    texts = _decode_all(pair, prompts, len(decoded), lookaheads, verification, batch)
+    replayed = range(1, replay_lookahead + 1) if _can_replay(pair, verification) else range(0)
+    latency = _latency(pair, prompts, texts, {*lookaheads, *replayed}, batch)
+    rows = [_decode_row(k, texts, decoded, latency, verification, batch, pair) for k in lookaheads]
+    counts = _replay(pair, prompts, texts, verification, replayed)
+    replays = [_replay_row(k, counts[k], latency, batch) for k in replayed]
+    main = max(lookaheads)
+    real = [RoundCounts.of_rounds(text.rounds, main) for text in texts.of(main)]
     return Score(
-        lossless=all(_lossless(row, pair.target.model.dtype) for row in rows),
+        lossless=verification.exact and all(_ties(row, pair.target.model.dtype) for row in rows),
         decode=rows,
         replay=replays,
-        by_domain=_by_domain(prompts, counts[main], main),
-        verdict=_verdict(rows, replays, on_cpu=pair.target.device.type == "cpu"),
-        waterfall=_waterfall(texts, max(lookaheads)),
+        by_domain=_by_domain(prompts, counts[main], main)
+        if main in replayed
+        else _by_domain(decoded, real, main),
+        verdict=verdict(rows, replays, pair.target.device.type == "cpu", exact=verification.exact),
+        waterfall=_waterfall(texts, main),
+        rejected=_rejected(texts.of(main), pair),
+        kv_bytes_per_token={
+            "target": _kv_bytes(pair.target),
+            "drafter": None if pair.drafter is None else _kv_bytes(pair.drafter),
+        },
+        verify=verification.name,
+        settings=_settings(verification, pair),
+        temperature=verification.warping.temperature,
+        batch=batch,
+        quality=None if verification.exact else _quality(pair, texts, main),
+        energy=texts.joules or None,
         **names,
     )
 
 
+def _can_replay(pair: Pair, verification: Verification) -> bool:
+    """Whether acceptance at a position depends on the text before it alone."""
+    return verification.exact and pair.proposer(verification).prefix_alone
+
+
 def _decode_all(
-    pair: Pair, prompts: Sequence[Prompt], decoded: int, lookaheads: Sequence[int]
-) -> _Texts:
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    decoded: int,
+    lookaheads: Sequence[int],
+    verification: Verification,
+    batch: int,
+) -> Texts:
     """Plain and speculative decoding in turn, so that both meet the same state of the machine."""
-    texts = _Texts(speculative={k: [] for k in lookaheads})
-    drafter = AutoregressiveDrafter(pair.drafter, pair.shared, pair.limits.stop_ids)
+    texts = Texts(speculative={k: [] for k in lookaheads})
+    proposer = pair.proposer(verification)
     with Progress("score", len(prompts), "prompts") as progress:
-        for i, prompt in enumerate(prompts):
-            if i == 0:
+        for group in _groups(prompts, decoded, batch):
+            if not texts.plain:
                 # Warm-up: the first pass pays for allocations and code paths.
-                greedy_decode(pair.target, prompt.ids, Limits(4), pair.allowed)
-                speculative_decode(
-                    pair.target, drafter, prompt.ids, max(lookaheads), Limits(8), pair.allowed
-                )
-            texts.plain.append(greedy_decode(pair.target, prompt.ids, pair.limits, pair.allowed))
-            for k in lookaheads if i < decoded else ():
-                texts.speculative[k].append(
-                    speculative_decode(
-                        pair.target, drafter, prompt.ids, k, pair.limits, pair.allowed
-                    )
-                )
-            progress.update()
+                few = Pair(**{**vars(pair), "limits": Limits(8)})
+                _together(few, proposer, prompts, group, max(lookaheads), verification)
+                _alone(few, prompts, group, verification, 1, {})
+            real = group[0] < decoded
+            alone = _alone(pair, prompts, group, verification, batch if real else 1, texts.joules)
+            texts.plain.extend(alone[0])
+            if not real:
+                progress.update(len(group))
+                continue
+            texts.alone_seconds.append(alone[1])
+            for k in lookaheads:
+                with measure_energy(pair.target.device) as energy:
+                    made = _together(pair, proposer, prompts, group, k, verification)
+                _add(texts.joules, f"lookahead {k}", energy.joules)
+                texts.speculative[k].append(made)
+            progress.update(len(group))
     return texts
 
 
-def _decode_row(
-    lookahead: int, texts: _Texts, prompts: Sequence[Prompt], latency: Latency, decoded: int
-) -> Row:
-    generations = texts.speculative[lookahead]
-    rounds = [r for g in generations for r in g.rounds]
-    counts = RoundCounts.of_rounds(rounds, lookahead)
-    proposed = sum(r.proposed for r in rounds)
-    differences = []
-    identical = compared = 0
-    ours_and_plain = zip(prompts[:decoded], texts.plain[:decoded], generations, strict=True)
-    for prompt, plain, ours in ours_and_plain:
-        same = _common_prefix(plain.tokens, ours.tokens)
-        compared += max(len(plain.tokens), len(ours.tokens))
-        identical += same
-        if same < max(len(plain.tokens), len(ours.tokens)):
-            gap = plain.gaps[same] if same < len(plain.gaps) else None
-            differences.append({"prompt": prompt.name, "position": same, "logit_gap": gap})
-    alone = sum(g.prefill_seconds + g.seconds for g in texts.plain[:decoded])
-    together = sum(g.prefill_seconds + g.seconds for g in generations)
-    return Row(
-        **_figures(counts, latency, len(generations)),
-        proposed=proposed,
-        acceptance_rate=counts.accepted / proposed if proposed else None,
-        speedup_measured=alone / together if together else None,
-        identical_tokens=identical,
-        compared_tokens=compared,
-        first_differences=differences,
+def _groups(prompts: Sequence[Prompt], decoded: int, batch: int) -> Iterator[range]:
+    """Numbers of the prompts that are decoded together; those that are only replayed, alone."""
+    for start in range(0, decoded, batch):
+        yield range(start, min(start + batch, decoded))
+    yield from (range(i, i + 1) for i in range(decoded, len(prompts)))
+
+
+def _alone(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    group: range,
+    verification: Verification,
+    batch: int,
+    joules: dict[str, float],
+) -> tuple[list[Generation], float]:
+    """The target's own texts, and the seconds that it takes for them together."""
+    limits, warping = pair.limits, verification.warping
+    with measure_energy(pair.target.device) as energy:
+        plain = [
+            plain_decode(
+                pair.target,
+                prompts[i].ids,
+                limits,
+                pair.allowed,
+                warping,
+                verification.plain_seed(i),
+            )
+            for i in group
+        ]
+    if batch == 1:
+        _add(joules, "target alone", energy.joules)
+        return plain, sum(text.prefill_seconds + text.seconds for text in plain)
+    # Without proposals, a round is a plain step of all rows.
+    with measure_energy(pair.target.device) as energy:
+        together = decode_batch(
+            pair.target,
+            PromptLookup(limits.stop_ids),
+            [prompts[i].ids for i in group],
+            0,
+            limits,
+            pair.allowed,
+            verifiers=[Greedy()] * len(group),
+            seeds=list(group),
+        )
+    _add(joules, "target alone", energy.joules)
+    return plain, together[0].prefill_seconds + together[0].seconds
+
+
+def _together(
+    pair: Pair,
+    proposer: Drafter,
+    prompts: Sequence[Prompt],
+    group: range,
+    lookahead: int,
+    verification: Verification,
+) -> list[Generation]:
+    return decode_batch(
+        pair.target,
+        proposer,
+        [prompts[i].ids for i in group],
+        lookahead,
+        pair.limits,
+        pair.allowed,
+        verifiers=[verification.verifier(i) for i in group],
+        seeds=[verification.draft_seed(i) for i in group],
     )
 
 
-def _replay_row(lookahead: int, counts: Sequence[RoundCounts], latency: Latency) -> Row:
-    total = sum(counts, RoundCounts(lookahead))
-    return Row(**_figures(total, latency, len(counts)), proposed=None, acceptance_rate=None)
+def _latency(
+    pair: Pair, prompts: Sequence[Prompt], texts: Texts, lookaheads: set[int], batch: int
+) -> Latency:
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    typical = by_length[len(prompts) // 2]
+    return measure_latency(
+        pair.target,
+        pair.drafter,
+        prompts[typical].ids,
+        texts.plain[typical].tokens,
+        lookaheads,
+        batch,
+    )
 
 
-def _figures(counts: RoundCounts, latency: Latency, texts: int) -> dict[str, Any]:
-    """What decode and replay rows have in common."""
-    k = counts.lookahead
-    break_even = latency.break_even(k)
+def _replay(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    texts: Texts,
+    verification: Verification,
+    lookaheads: range,
+) -> dict[int, list[RoundCounts]]:
+    """Expected rounds of every text at every lookahead."""
+    if not lookaheads or pair.drafter is None:
+        return {}
+    drafter, warping = pair.drafter.model, verification.warping
+    acceptance = []
+    for prompt, text in zip(prompts, texts.plain, strict=True):
+        if warping.greedy:
+            w: Any = greedy_matches(drafter, prompt.ids, text.tokens, pair.shared)
+        else:
+            logprobs = text_logprobs(
+                pair.target.model, prompt.ids, text.tokens, pair.allowed, warping
+            )
+            w = sampling_acceptance(
+                drafter, prompt.ids, text.tokens, logprobs, pair.shared, warping
+            )
+        acceptance.append(w)
+    room = [pair.limits.room(p.ids, pair.target.context) for p in prompts]
+    return {k: [replay(w, k, r) for w, r in zip(acceptance, room, strict=True)] for k in lookaheads}
+
+
+def _decode_row(
+    lookahead: int,
+    texts: Texts,
+    prompts: Sequence[Prompt],
+    latency: Latency,
+    verification: Verification,
+    batch: int,
+    pair: Pair,
+) -> Row:
+    generations = texts.of(lookahead)
+    counts = [RoundCounts.of_rounds(text.rounds, lookahead) for text in generations]
+    proposals = [sum(r.proposed for r in text.rounds) for text in generations]
+    proposed, accepted = sum(proposals), sum(c.accepted for c in counts)
+    together = texts.seconds(lookahead)
+    rate = ratio_interval([(c.accepted, n) for c, n in zip(counts, proposals, strict=True)])
+    return Row(
+        **_figures(lookahead, counts, latency, batch),
+        **_comparison(prompts, texts, generations, verification),
+        proposed=proposed,
+        acceptance_rate=accepted / proposed if proposed else None,
+        acceptance_rate_interval=None if rate is None else [rate.low, rate.high],
+        speedup_measured=sum(texts.alone_seconds) / together if together else None,
+    )
+
+
+def _comparison(
+    prompts: Sequence[Prompt],
+    texts: Texts,
+    generations: Sequence[Generation],
+    verification: Verification,
+) -> dict[str, Any]:
+    """How many tokens equal the target's own, and where texts part; nothing for drawn texts."""
+    if not verification.warping.greedy:
+        return {}
+    differences, identical, compared = [], 0, 0
+    for prompt, plain, ours in zip(prompts, texts.plain, generations, strict=False):
+        longer = max(len(plain.tokens), len(ours.tokens))
+        same = _common_prefix(plain.tokens, ours.tokens)
+        compared += longer
+        identical += same
+        if same < longer:
+            gap = plain.gaps[same] if same < len(plain.gaps) else None
+            differences.append({"prompt": prompt.name, "position": same, "logit_gap": gap})
     return {
-        "lookahead": k,
-        "rounds": counts.rounds,
-        "accepted": counts.accepted,
-        "emitted": counts.emitted,
-        "accepted_per_round": counts.accepted_per_round,
-        "emitted_per_round": counts.emitted_per_round,
-        "per_position": [n / counts.rounds if counts.rounds else 0.0 for n in counts.at_position],
+        "identical_tokens": identical,
+        "compared_tokens": compared,
+        "first_differences": differences,
+    }
+
+
+def _replay_row(lookahead: int, counts: Sequence[RoundCounts], latency: Latency, batch: int) -> Row:
+    figures = _figures(lookahead, counts, latency, batch)
+    return Row(**figures, proposed=None, acceptance_rate=None)
+
+
+def _figures(
+    lookahead: int, counts: Sequence[RoundCounts], latency: Latency, batch: int
+) -> dict[str, Any]:
+    """What decode and replay rows have in common."""
+    total = sum(counts, RoundCounts(lookahead))
+    break_even = latency.break_even(lookahead)
+    interval = ratio_interval([(c.emitted, c.rounds) for c in counts])
+    return {
+        "lookahead": lookahead,
+        "rounds": total.rounds,
+        "accepted": total.accepted,
+        "emitted": total.emitted,
+        "accepted_per_round": total.accepted_per_round,
+        "emitted_per_round": total.emitted_per_round,
+        "emitted_per_round_interval": None if interval is None else [interval.low, interval.high],
+        "per_position": [n / total.rounds if total.rounds else 0.0 for n in total.at_position],
         "t_draft_ms": 1e3 * latency.draft,
-        "t_verify_ms": 1e3 * latency.verify[k],
+        "t_verify_ms": 1e3 * latency.verify[lookahead],
         "t_ar_ms": 1e3 * latency.ar,
         "break_even_emitted_per_round": break_even,
-        "break_even_acceptance": break_even_acceptance(break_even, k),
-        "speedup_predicted": latency.speedup(counts, texts),
+        "break_even_acceptance": break_even_acceptance(break_even, lookahead),
+        "speedup_predicted": latency.speedup(Load.of(counts, batch), lookahead),
     }
 
 
@@ -322,8 +548,8 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
-def _lossless(row: Row, dtype: torch.dtype) -> bool:
-    """Exact but for numeric ties, where two logits are as good as equal in `dtype`."""
+def _ties(row: Row, dtype: torch.dtype) -> bool:
+    """Nothing differs but for numeric ties, where two logits are as good as equal in `dtype`."""
     tie = _TIE_UNITS[dtype] * torch.finfo(dtype).eps * _LOGIT_SCALE
     return all(
         d["logit_gap"] is not None and d["logit_gap"] < tie for d in row.first_differences or ()
@@ -332,80 +558,88 @@ def _lossless(row: Row, dtype: torch.dtype) -> bool:
 
 def _by_domain(
     prompts: Sequence[Prompt], counts: Sequence[RoundCounts], lookahead: int
-) -> dict[str, dict[str, float | None]]:
-    totals: dict[str, RoundCounts] = {}
+) -> dict[str, dict[str, Any]]:
+    domains: dict[str, list[RoundCounts]] = {}
     for prompt, count in zip(prompts, counts, strict=True):
-        totals[prompt.domain] = totals.get(prompt.domain, RoundCounts(lookahead)) + count
-    return {
-        domain: {
+        domains.setdefault(prompt.domain, []).append(count)
+    found = {}
+    for domain, own in domains.items():
+        total = sum(own, RoundCounts(lookahead))
+        interval = ratio_interval([(c.emitted, c.rounds) for c in own])
+        found[domain] = {
             "lookahead": lookahead,
+            "prompts": len(own),
             "rounds": total.rounds,
             "emitted": total.emitted,
             "accepted_per_round": total.accepted_per_round,
             "emitted_per_round": total.emitted_per_round,
+            "emitted_per_round_interval": None
+            if interval is None
+            else [interval.low, interval.high],
         }
-        for domain, total in totals.items()
-    }
+    return found
 
 
-def _verdict(decode: Sequence[Row], replays: Sequence[Row], on_cpu: bool) -> dict[str, Any]:
-    """Use it, and with which lookahead; or not, and what would have to change."""
-    best = max(replays, key=lambda r: r.speedup_predicted)
-    measured = max((r for r in decode if r.speedup_measured), key=lambda r: r.speedup_measured or 0)
-    # Both must say so: a prediction alone may flatter, a short measurement alone may be luck.
-    pays = best.speedup_predicted > 1.0 and (measured.speedup_measured or 0.0) > 1.0
-    reached, needed = best.emitted_per_round or 0.0, best.break_even_emitted_per_round
-    if not pays and best.speedup_predicted > 1.0:
-        text = (
-            f"Do not draft on this machine yet: {best.speedup_predicted:.2f} times is predicted at "
-            f"k = {best.lookahead}, but {measured.speedup_measured or 0.0:.2f} was measured at "
-            f"k = {measured.lookahead}. Decode for real with -k {best.lookahead} on more prompts."
-        )
-    elif pays:
-        text = (
-            f"Draft with k = {best.lookahead}: {best.speedup_predicted:.2f} times the target's "
-            "tokens per second is predicted on this machine."
-        )
-    elif all(r.break_even_emitted_per_round > r.lookahead + 1 for r in replays):
-        text = (
-            "Do not draft on this machine: at every lookahead a round costs more plain steps than "
-            "the tokens that it can emit at most. Drafting or verifying must get cheaper first."
-        )
-    else:
-        text = (
-            f"Do not draft on this machine: at its best lookahead, k = {best.lookahead}, a round "
-            f"emits {reached:.2f} tokens and costs {needed:.2f} plain steps. Acceptance would "
-            "have to rise, or drafting and verifying get cheaper."
-        )
-    if on_cpu and decode[0].t_verify_ms > 1.2 * decode[0].t_ar_ms:
-        text += (
-            f" Here a verification of {decode[0].lookahead + 1} positions takes "
-            f"{decode[0].t_verify_ms / decode[0].t_ar_ms:.1f} plain steps; on a GPU it takes "
-            "little more than one, so score there before deciding for one."
-        )
-    return {
-        "drafting_pays": pays,
-        "lookahead": best.lookahead if pays else None,
-        "speedup_predicted": best.speedup_predicted,
-        "text": text,
-    }
+def _rejected(generations: Sequence[Generation], pair: Pair) -> list[dict[str, Any]]:
+    """The proposals that were rejected most often, and what the target said instead."""
+    pairs = (r.rejected for text in generations for r in text.rounds if r.rejected)
+    return [
+        {
+            **asdict(found),
+            "text": pair.text([found.token]),
+            "instead_text": pair.text([found.instead]),
+        }
+        for found in most_rejected(pairs, _REJECTED)
+    ]
 
 
-def _waterfall(texts: _Texts, lookahead: int) -> dict[str, float]:
+def _kv_bytes(model: CachedModel) -> int:
+    config = model.model.config
+    family = family_of(config.model_type, "model")
+    return cache_bytes(config, family, 1, bytes_per_value=model.model.dtype.itemsize)
+
+
+def _settings(verification: Verification, pair: Pair) -> dict[str, Any]:
+    """What else the figures depend on."""
+    settings: dict[str, Any] = {"seed": verification.seed, "confidence": pair.confidence}
+    if verification.name == "top_beta":
+        settings |= {"beta": verification.beta, "tau": verification.tau}
+    if verification.name == "sampling":
+        settings |= asdict(verification.warping)
+    return settings
+
+
+def _quality(pair: Pair, texts: Texts, lookahead: int) -> dict[str, Any]:
+    """How far a lossy output is from the target's own."""
+    outputs = [text.tokens for text in texts.of(lookahead)]
+    own = [text.tokens for text in texts.plain[: len(outputs)]]
+    return {"lookahead": lookahead, **asdict(measure_quality(outputs, own, pair.text))}
+
+
+def _waterfall(texts: Texts, lookahead: int) -> dict[str, float]:
     """Where the seconds of real decoding went, at one lookahead."""
-    generations = texts.speculative[lookahead]
-    rounds = [r for g in generations for r in g.rounds]
-    draft = sum(r.draft_seconds for r in rounds)
-    verify = sum(r.verify_seconds for r in rounds)
-    prefill = sum(g.prefill_seconds for g in generations)
-    total = prefill + sum(g.seconds for g in generations)
+    draft = verify = prefill = 0.0
+    for group in texts.speculative[lookahead]:
+        # Rows of a group share its rounds; the longest row saw them all.
+        longest = max(group, key=lambda text: len(text.rounds))
+        draft += sum(r.draft_seconds for r in longest.rounds)
+        verify += sum(r.verify_seconds for r in longest.rounds)
+        prefill += longest.prefill_seconds
+    total = texts.seconds(lookahead)
+    rounds = [r for text in texts.of(lookahead) for r in text.rounds]
+    wasted = sum(r.proposed - r.accepted for r in rounds)
+    drafted = sum(r.proposed for r in rounds)
     return {
         "lookahead": lookahead,
         "prefill_seconds": prefill,
         "draft_seconds": draft,
         "verify_seconds": verify,
         "overhead_seconds": total - prefill - draft - verify,
-        "target_alone_seconds": sum(
-            g.prefill_seconds + g.seconds for g in texts.plain[: len(generations)]
-        ),
+        "rejected_draft_seconds": draft * wasted / drafted if drafted else 0.0,
+        "target_alone_seconds": float(np.sum(texts.alone_seconds)),
     }
+
+
+def _add(joules: dict[str, float], way: str, amount: float | None) -> None:
+    if amount is not None:
+        joules[way] = joules.get(way, 0.0) + amount

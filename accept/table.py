@@ -27,14 +27,17 @@ def render(score: Plain) -> Group:
     return Group(
         _figures(score),
         _times(score),
+        *_spread(score),
         *_domains(score),
+        *_rejected(score),
         _certificate(score),
         Text(score["verdict"]["text"], "bold"),
     )
 
 
 def _figures(score: Plain) -> Table:
-    table = Table(title=f"{score['drafter']} drafting for {score['target']}", title_justify="left")
+    title = f"{score['drafter']} drafting for {score['target']}"
+    table = Table(title=title + _how(score), title_justify="left")
     table.add_column("k", justify="right")
     table.add_column("how")
     for name in _COLUMNS:
@@ -81,7 +84,48 @@ def _domains(score: Plain) -> list[Text]:
     return [Text(f"Emitted per round at k = {lookahead} by domain: {', '.join(parts)}.")]
 
 
+def _how(score: Plain) -> str:
+    """What is not as usual."""
+    parts = [f"LOSSY: {score['verify']}"] if score["verify"] == "top_beta" else []
+    if score["temperature"]:
+        parts.append(f"temperature {score['temperature']:g}")
+    if score["batch"] > 1:
+        parts.append(f"{score['batch']} texts together")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _spread(score: Plain) -> list[Text]:
+    row = score["decode"][-1]
+    interval = row.get("emitted_per_round_interval")
+    if interval is None:
+        return []
+    keys = score["kv_bytes_per_token"]
+    drafter = f", the drafter's {keys['drafter']:,}" if keys["drafter"] else ""
+    return [
+        Text(
+            f"Over other prompts like these, emitted per round at k = {row['lookahead']} would be "
+            f"{interval[0]:.2f} to {interval[1]:.2f} (95 %). A token's keys and values take "
+            f"{keys['target']:,} bytes of the target{drafter}."
+        )
+    ]
+
+
+def _rejected(score: Plain) -> list[Text]:
+    worst = [
+        f"{found['text']!r} for {found['instead_text']!r} ({found['count']})"
+        for found in score["rejected"][:4]
+    ]
+    return [Text(f"Most often rejected: {', '.join(worst)}.")] if worst else []
+
+
 def _certificate(score: Plain) -> Text:
+    if score["quality"] is not None:
+        return _quality(score["quality"], score["settings"])
+    if score["decode"][0]["compared_tokens"] is None:
+        return Text(
+            "Sampled texts can't be compared token by token; the verifier preserves the target's "
+            f"distribution ({score['dtype']})."
+        )
     rows = score["decode"]
     identical = sum(row["identical_tokens"] for row in rows)
     compared = sum(row["compared_tokens"] for row in rows)
@@ -91,6 +135,18 @@ def _certificate(score: Plain) -> Text:
         kind = "all numeric ties" if score["lossless"] else "NOT numeric ties: a fault"
         text += f"; {differences} texts part ({kind})"
     return Text(f"{text} ({score['dtype']}).", style="" if score["lossless"] else "bold red")
+
+
+def _quality(quality: Plain, settings: Plain) -> Text:
+    """How far a lossy output is from the target's own."""
+    return Text(
+        f"LOSSY (beta {settings['beta']}, tau {settings['tau']:g}): "
+        f"{_percent(quality['token_identity'])} of tokens equal the target's own greedy output at "
+        f"k = {quality['lookahead']}, {quality['identical_texts']} of {quality['texts']} texts are "
+        f"identical; BLEU {_number(quality['bleu'])}, ROUGE-L {_number(quality['rouge_l'])} "
+        "against it.",
+        style="bold red",
+    )
 
 
 def _number(value: float | None) -> str:

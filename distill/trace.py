@@ -124,7 +124,7 @@ class Writer:
             if len(going) < len(active):
                 # Finished rows leave the batch, so that no work goes into padding.
                 rows = torch.tensor(going, device=device)
-                self.model.select(rows)
+                self.model.select(going)
                 tokens, mask, positions = tokens[rows], mask[rows], positions[rows]
                 active = [active[i] for i in going]
             ids = tokens[:, None]

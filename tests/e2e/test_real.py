@@ -82,7 +82,7 @@ def test_masked_equals_compact(target: Any) -> None:
     selection = Selection(
         whole.layers,
         kv_heads=((0, 2), (1, 2), (0, 1)),
-        heads=(((0, 2), (1, 2)),) * 3,
+        heads_per_group=(((0, 2), (1, 2)),) * 3,
         ffn=tuple(tuple(range(i, 1536, 2)) for i in (0, 1, 0)),
         hidden=tuple(range(0, 576, 3)),
     )

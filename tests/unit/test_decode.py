@@ -103,22 +103,23 @@ class Scripted:
 
     def __init__(self, script: Sequence[int], context: int = 1000) -> None:
         self.script, self.context = list(script), context
-        self.length = 0
+        self.lengths = [0]
 
-    def reset(self) -> None:
-        self.length = 0
+    def reset(self, rows: int = 1) -> None:
+        assert rows == 1
+        self.lengths = [0]
 
-    def crop(self, length: int) -> None:
-        self.length = min(self.length, length)
+    def truncate(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
 
-    def feed_list(self, ids: Sequence[int], *, keep: int = 0) -> torch.Tensor:
-        start = self.length
-        self.length += len(ids)
-        assert self.length <= self.context, "fed past its context"
+    def feed_rows(self, texts: Sequence[Sequence[int]], *, keep: int = 0) -> list[torch.Tensor]:
+        (ids,), (start,) = texts, self.lengths
+        self.lengths = [start + len(ids)]
+        assert self.lengths[0] <= self.context, "fed past its context"
         logits = torch.zeros(len(ids), TINY_VOCAB)
         for i in range(len(ids)):
             logits[i, (self.script + [0] * 100)[start + i]] = 9.0
-        return logits[-keep:]
+        return [logits[-keep:]]
 
 
 def scripted(text: Sequence[int], k: int, stops: set[int], new: int = 20) -> Generation:
@@ -166,8 +167,9 @@ def test_A1_padding_ids_are_never_proposed_or_emitted() -> None:
         assert result.tokens == reference.tokens
         assert max(result.tokens) < 90
         assert 40 not in result.tokens
-        proposals = cached.propose([*prompt, *result.tokens], 8)
-        assert max(proposals) < 90
+        cached.reset(1, [0])
+        (proposed,) = cached.propose([[*prompt, *result.tokens]], [8])
+        assert max(proposed.tokens) < 90
 
 
 def test_A34_every_number_has_a_name_of_its_own() -> None:

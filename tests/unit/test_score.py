@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from draftsmith.accept.latency import Latency, break_even_acceptance
+from draftsmith.accept.latency import Latency, Load, break_even_acceptance
 from draftsmith.accept.replay import RoundCounts
 from draftsmith.accept.score import Row, score_drafter
 from draftsmith.accept.table import render
+from draftsmith.accept.verify import Verification
+from draftsmith.accept.warping import Warping
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.errors import RequestError
 from tests.conftest import make_model, make_tokenizer
@@ -173,7 +175,8 @@ def test_cost_model_by_hand() -> None:
     counts = RoundCounts(3, rounds=30, accepted=30, emitted=60, full=4)
     alone = 2 * 20 + 60 * 10
     together = 2 * (20 + 4) + 30 * (3 * 2 + 12) + 4 * 0.5
-    assert LATENCY.speedup(counts, texts=2) == pytest.approx(alone / together)
+    load = Load(prefills=2, steps=counts.emitted, rounds=counts.rounds, full=counts.full)
+    assert LATENCY.speedup(load, 3) == pytest.approx(alone / together)
     assert LATENCY.break_even(3) == pytest.approx(1.8)
 
 
@@ -186,7 +189,7 @@ def test_break_even_acceptance() -> None:
 
 
 def test_verdicts() -> None:
-    from draftsmith.accept.score import _verdict
+    from draftsmith.accept.verdict import verdict
 
     def row(emitted: float, needed: float, predicted: float, measured: float | None) -> Row:
         return Row(
@@ -208,16 +211,16 @@ def test_verdicts() -> None:
             speedup_measured=measured,
         )
 
-    pays = _verdict([row(2.0, 1.5, 1.3, 1.2)], [row(2.0, 1.5, 1.3, None)], on_cpu=True)
+    pays = verdict([row(2.0, 1.5, 1.3, 1.2)], [row(2.0, 1.5, 1.3, None)], on_cpu=True)
     assert pays["drafting_pays"]
     assert pays["text"].startswith("Draft with k = 3: 1.30 times")
-    weak = _verdict([row(1.2, 1.5, 0.8, 0.8)], [row(1.2, 1.5, 0.8, None)], on_cpu=True)
+    weak = verdict([row(1.2, 1.5, 0.8, 0.8)], [row(1.2, 1.5, 0.8, None)], on_cpu=True)
     assert not weak["drafting_pays"]
     assert "emits 1.20 tokens and costs 1.50 plain steps" in weak["text"]
-    slow = _verdict([row(1.2, 5.0, 0.3, 0.3)], [row(1.2, 5.0, 0.3, None)], on_cpu=True)
+    slow = verdict([row(1.2, 5.0, 0.3, 0.3)], [row(1.2, 5.0, 0.3, None)], on_cpu=True)
     assert "at every lookahead a round costs more" in slow["text"]
     # A flattering prediction alone is not enough.
-    assert not _verdict([row(2, 1.5, 1.3, 0.9)], [row(2, 1.5, 1.3, None)], on_cpu=True)[
+    assert not verdict([row(2, 1.5, 1.3, 0.9)], [row(2, 1.5, 1.3, None)], on_cpu=True)[
         "drafting_pays"
     ]
 
@@ -243,7 +246,7 @@ def test_a_lookahead_named_twice_counts_once(save: Callable[..., Path], prompts:
 
 
 def test_a_prediction_that_the_measurement_does_not_bear_out() -> None:
-    from draftsmith.accept.score import _verdict
+    from draftsmith.accept.verdict import verdict
 
     def row(predicted: float, measured: float | None) -> Row:
         figures = dict.fromkeys(("rounds", "accepted", "t_draft_ms", "t_verify_ms", "t_ar_ms"), 1.0)
@@ -262,6 +265,143 @@ def test_a_prediction_that_the_measurement_does_not_bear_out() -> None:
             speedup_measured=measured,
         )
 
-    text = _verdict([row(1.05, 0.98)], [row(1.05, None)], on_cpu=False)["text"]
+    text = verdict([row(1.05, 0.98)], [row(1.05, None)], on_cpu=False)["text"]
     assert "1.05 times is predicted at k = 3, but 0.98 was measured" in text
     assert "GPU" not in text
+
+
+def shown(score: Any) -> str:
+    from io import StringIO
+
+    from rich.console import Console
+
+    out = StringIO()
+    Console(width=100, file=out).print(render(score.to_plain()))
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+    return " ".join(out.getvalue().split())
+
+
+def test_sampling_is_scored_by_real_decoding_and_by_replay(
+    save: Callable[..., Path], prompts: Path
+) -> None:
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
+    sampling = Verification("sampling", Warping(0.8, top_k=20), seed=3)
+    score = scored(target, drafter, prompts, verification=sampling, decode_prompts=None)
+    plain = json.loads(json.dumps(score.to_plain(), allow_nan=False))
+    assert (plain["verify"], plain["temperature"], plain["lossless"]) == ("sampling", 0.8, True)
+    assert plain["settings"]["top_k"] == 20
+    for row in plain["decode"]:
+        assert row["compared_tokens"] is None
+        assert row["identical_tokens"] is None
+        low, high = row["emitted_per_round_interval"]
+        assert 1.0 <= low <= row["emitted_per_round"] <= high
+    assert [row["lookahead"] for row in plain["replay"]] == [1, 2, 3, 4]
+    text = shown(score)
+    assert "temperature 0.8" in text
+    assert "Sampled texts can't be compared" in text
+    again = scored(target, drafter, prompts, verification=sampling, decode_prompts=None)
+    assert [r.accepted for r in again.decode] == [r.accepted for r in score.decode]
+
+
+def test_the_target_samples_with_itself_at_full_acceptance(
+    save: Callable[..., Path], prompts: Path
+) -> None:
+    folder = save(make_model())
+    score = scored(folder, folder, prompts, verification=Verification("sampling", Warping(1.0)))
+    assert score.decode[0].acceptance_rate == 1.0
+    assert score.replay[1].accepted_per_round == pytest.approx(
+        score.decode[0].accepted_per_round, abs=0.3
+    )
+
+
+def test_lossy_results_say_so_everywhere(save: Callable[..., Path], prompts: Path) -> None:
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
+    lossy = Verification("top_beta", beta=30, tau=9.0)
+    score = scored(target, drafter, prompts, verification=lossy)
+    plain = json.loads(json.dumps(score.to_plain(), allow_nan=False))
+    assert plain["lossless"] is False
+    assert plain["replay"] == []
+    assert plain["quality"]["token_identity"] < 1.0
+    assert plain["quality"]["texts"] == 3
+    assert plain["verdict"]["text"].startswith("LOSSY: the output is not the target's own.")
+    text = shown(score)
+    assert "(LOSSY: top_beta)" in text
+    assert "LOSSY (beta 30, tau 9)" in text
+    exact = scored(target, drafter, prompts)
+    assert exact.quality is None
+    assert "LOSSY" not in shown(exact)
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_texts_scored_together_are_those_alone(
+    batch: int, save: Callable[..., Path], prompts: Path
+) -> None:
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
+    alone = scored(target, drafter, prompts)
+    together = scored(target, drafter, prompts, batch=batch)
+    assert together.batch == batch
+    assert together.lossless
+    for a, b in zip(alone.decode, together.decode, strict=True):
+        assert (a.rounds, a.accepted, a.emitted) == (b.rounds, b.accepted, b.emitted)
+    assert f"{batch} texts together" in shown(together)
+    assert together.waterfall["overhead_seconds"] >= 0
+
+
+def test_prompt_lookup_needs_no_drafter(save: Callable[..., Path], prompts: Path) -> None:
+    target = resolve(str(save(make_model())))
+    score = score_drafter(
+        target,
+        None,
+        prompts=str(prompts),
+        limit=None,
+        decode_prompts=None,
+        max_new_tokens=16,
+        lookaheads=(3,),
+        replay_lookahead=4,
+    )
+    assert score.lossless
+    assert (score.drafter, score.replay) == ("prompt-lookup", [])
+    assert score.kv_bytes_per_token == {"target": 2 * 4 * 4 * 2 * 8, "drafter": None}
+    assert set(score.by_domain) == {"a", "b"}
+    shown(score)
+
+
+def test_adaptive_drafts_are_not_replayed(save: Callable[..., Path], prompts: Path) -> None:
+    folder = save(make_model())
+    score = scored(folder, folder, prompts, confidence=0.2)
+    assert score.lossless
+    assert score.replay == []
+
+
+def test_a_stop_string_ends_both_ways_of_decoding(save: Callable[..., Path], prompts: Path) -> None:
+    target = save(make_model(initializer_range=0.3), name="target")
+    drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
+    score = scored(target, drafter, prompts, stop_strings=("e",))
+    assert score.lossless
+    assert score.decode[0].emitted <= scored(target, drafter, prompts).decode[0].emitted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "exact"}, "verify: 'exact' is not among greedy, sampling, top_beta"),
+        ({"warping": Warping(0.7)}, "temperature 0.7: only verify sampling draws"),
+        ({"name": "top_beta", "beta": 0}, "beta 0, tau 1.0"),
+        ({"name": "top_beta", "tau": float("nan")}, "beta 3, tau nan"),
+    ],
+    ids=str,
+)
+def test_settings_without_meaning_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Verification(**settings)
+
+
+def test_load_of_batches_by_hand() -> None:
+    """Groups of two go on until their longer row ends."""
+    counts = [RoundCounts(3, rounds=r, emitted=2 * r, full=r / 10) for r in (10, 20, 5)]
+    load = Load.of(counts, batch=2)
+    assert (load.prefills, load.steps, load.rounds, load.full) == (2, 50, 25, 2.5)
+    assert Load.of(counts, batch=1) == Load(3, 70, 35, 3.5)

@@ -1,0 +1,196 @@
+"""How sure a score is, and where drafts fail: intervals, positions, rejected tokens."""
+
+import heapq
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from draftsmith.accept.decode import Round
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio of sums and the interval that holds it with a probability of `level`.
+
+    `prompts` counts those that had a part in it.
+    """
+
+    value: float
+    low: float
+    high: float
+    level: float
+    prompts: int
+
+
+def ratio_interval(
+    pairs: Sequence[tuple[float, float]] | NDArray[np.generic],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval | None:
+    """Percentile bootstrap over prompts of Σ numerators / Σ denominators (Efron 1979).
+
+    Prompts are what is drawn anew, since the rounds of one text resemble one another. The same
+    seed draws the same prompts, so rows of one score share their luck and compare better.
+
+    Args:
+        pairs: [prompts, 2] a prompt's numerator and denominator, as emitted and rounds, or
+            accepted and proposed.
+        level: the share of such intervals that hold the true ratio. Few prompts promise too
+            much: simulated, 0.95 is 0.91 of 20 prompts, 0.87 of 10 and 0.81 of 5.
+        resamples: how often the prompts are drawn.
+        seed: of the draws.
+
+    Returns:
+        None for fewer than two prompts with a denominator: one alone tells nothing of the spread.
+
+    Raises:
+        ValueError: a number that is negative or not finite, a numerator without a denominator,
+            or a level that is not between 0 and 1.
+    """
+    pairs_P2 = _checked(np.asarray(pairs, np.float64).reshape(-1, 2))
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level: {level} is not between 0 and 1")
+    prompts = len(pairs_P2)
+    if prompts < 2:
+        return None
+    draws = np.random.default_rng(seed)
+    # How often each prompt was drawn says all that its place in the sample would.
+    times_RP = draws.multinomial(prompts, [1.0 / prompts] * prompts, size=resamples)
+    sums_R2 = times_RP @ pairs_P2
+    tail = (1.0 - level) / 2.0
+    low, high = np.quantile(sums_R2[:, 0] / sums_R2[:, 1], [tail, 1.0 - tail])
+    numerator, denominator = pairs_P2.sum(0)
+    return Interval(float(numerator / denominator), float(low), float(high), level, prompts)
+
+
+def _checked(pairs_P2: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The pairs with a denominator; those without one say nothing."""
+    if not np.isfinite(pairs_P2).all() or (pairs_P2 < 0.0).any():
+        raise ValueError("pairs must be finite and not negative")
+    empty_P = pairs_P2[:, 1] == 0.0
+    if pairs_P2[empty_P, 0].any():
+        raise ValueError("a pair has a numerator but a denominator of 0")
+    return pairs_P2[~empty_P]
+
+
+@dataclass(frozen=True)
+class PositionAcceptance:
+    """Acceptance at each position of a draft; all are [lookahead].
+
+    Attributes:
+        accepted: rounds whose proposal there was kept.
+        reached: rounds that judged a proposal there, for all before it had been kept.
+        share: accepted / rounds; None without rounds.
+        conditional: accepted / reached; None where no round came so far.
+    """
+
+    accepted: list[int]
+    reached: list[int]
+    share: list[float | None]
+    conditional: list[float | None]
+
+
+def acceptance_by_position(rounds: Sequence[Round], lookahead: int) -> PositionAcceptance:
+    """Acceptance at each position, from rounds that were really decoded.
+
+    A replay's counts can't give `reached`: they do not tell a rejection from the end of a draft.
+
+    Raises:
+        ValueError: a round proposed more than `lookahead`.
+    """
+    if any(r.proposed > lookahead for r in rounds):
+        raise ValueError(f"a round proposed more than the lookahead of {lookahead}")
+    accepted = [sum(r.accepted > i for r in rounds) for i in range(lookahead)]
+    rejected = Counter(r.accepted for r in rounds if _rejected(r))
+    reached = [n + rejected[i] for i, n in enumerate(accepted)]
+    return PositionAcceptance(
+        accepted,
+        reached,
+        share=[n / len(rounds) if rounds else None for n in accepted],
+        conditional=[n / of if of else None for n, of in zip(accepted, reached, strict=True)],
+    )
+
+
+def _rejected(round_: Round) -> bool:
+    """Whether the target refused a proposal; after an accepted EOS the rest isn't judged."""
+    return round_.accepted < round_.proposed and round_.emitted > round_.accepted
+
+
+@dataclass(frozen=True)
+class RejectedToken:
+    """A token that was proposed in vain.
+
+    Attributes:
+        token: its id.
+        count: how often it was rejected.
+        share: of all rejections.
+        instead: the id that the target gave most often in its place.
+        instead_count: how often it was that one.
+    """
+
+    token: int
+    count: int
+    share: float
+    instead: int
+    instead_count: int
+
+
+def most_rejected(rejections: Iterable[tuple[int, int]], n: int = 20) -> list[RejectedToken]:
+    """The tokens most often rejected, at most `n`, the most frequent first; ties by id.
+
+    Args:
+        rejections: (proposed id, the target's id) of every rejection.
+        n: how many to name.
+    """
+    by_token: dict[int, Counter[int]] = defaultdict(Counter)
+    for proposed, own in rejections:
+        by_token[int(proposed)][int(own)] += 1
+    counts = Counter({token: instead.total() for token, instead in by_token.items()})
+    total = counts.total()
+    return [
+        RejectedToken(token, count, count / total, *_top(by_token[token], 1)[0])
+        for token, count in _top(counts, n)
+    ]
+
+
+def _top(counts: Counter[int], n: int) -> list[tuple[int, int]]:
+    """As `most_common`, which orders ties by arrival; here the smaller id is first."""
+    return heapq.nsmallest(n, counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Correlation of two series, -1 … 1; None for fewer than two points or a constant one.
+
+    Raises:
+        ValueError: unequal lengths, or a number that is not finite.
+    """
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} and {len(y)} numbers do not make pairs")
+    if not np.isfinite([x, y]).all():
+        raise ValueError("only finite numbers correlate")
+    try:
+        # Rounding may end a unit in the last place beyond 1.
+        return max(-1.0, min(1.0, statistics.correlation(x, y)))
+    except statistics.StatisticsError:
+        return None
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Correlation of ranks, ties sharing their mean rank; else as `pearson`.
+
+    `statistics.correlation` does it from Python 3.12 on.
+    """
+    if not np.isfinite(np.concatenate([x, y])).all():
+        raise ValueError("only finite numbers correlate")
+    return pearson(_ranks(x), _ranks(y))
+
+
+def _ranks(values: ArrayLike) -> list[float]:
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return list((np.cumsum(counts) - (counts - 1) / 2.0)[which].tolist())

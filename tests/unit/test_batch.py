@@ -1,0 +1,303 @@
+"""Texts decoded together are those decoded alone, whatever their ends and drafters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.accept.cache import CachedModel
+from draftsmith.accept.decode import (
+    Generation,
+    Limits,
+    decode_batch,
+    greedy_decode,
+    plain_decode,
+    speculative_decode,
+)
+from draftsmith.accept.drafters import AutoregressiveDrafter, Drafter, PromptLookup
+from draftsmith.accept.replay import replay, sampling_acceptance
+from draftsmith.accept.verify import Greedy, Sampling, TopBeta, Verifier
+from draftsmith.accept.warping import Warping
+from draftsmith.checkpoints.pair import SharedVocabulary
+from tests.conftest import TINY_VOCAB, make_model
+from tests.unit.test_decode import perturbed, prompts
+
+ALL = SharedVocabulary(TINY_VOCAB)
+WARM = Warping(1.0)
+
+
+def autoregressive(model: Any, limits: Limits, **settings: Any) -> AutoregressiveDrafter:
+    return AutoregressiveDrafter(CachedModel(model), ALL, limits.stop_ids, **settings)
+
+
+def together(
+    target: Any,
+    drafter: Drafter,
+    texts: Sequence[Sequence[int]],
+    k: int,
+    limits: Limits,
+    verifiers: Sequence[Verifier] | None = None,
+) -> list[Generation]:
+    return decode_batch(
+        CachedModel(target),
+        drafter,
+        texts,
+        k,
+        limits,
+        ALL,
+        verifiers=verifiers or [Greedy()] * len(texts),
+        seeds=list(range(len(texts))),
+    )
+
+
+def counts(generation: Generation) -> list[tuple[int, int, int]]:
+    return [(r.proposed, r.accepted, r.emitted) for r in generation.rounds]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+def test_A10_rows_of_a_batch_are_those_alone(family: str) -> None:
+    """Prompts of 3, 9, 17 and 1 tokens; rows accept different amounts and end at other times."""
+    window = {} if family == "llama" else {"sliding_window": 6}
+    target = make_model(family, **window)
+    drafter = perturbed(target, 0.05)
+    limits = Limits(24, frozenset({5, 40, 41, 42, 60}))
+    texts = prompts([3, 9, 17, 1])
+    for k in (1, 3, 5):
+        batch = together(target, autoregressive(drafter, limits), texts, k, limits)
+        for text, row in zip(texts, batch, strict=True):
+            alone = speculative_decode(
+                CachedModel(target), autoregressive(drafter, limits), text, k, limits, ALL
+            )
+            assert row.tokens == alone.tokens
+            assert counts(row) == counts(alone)
+            assert row.tokens == greedy_decode(CachedModel(target), text, limits, ALL).tokens
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=2, max_size=5),
+    k=st.integers(1, 6),
+    new=st.integers(1, 24),
+    scale=st.sampled_from([0.0, 0.05, 0.3]),
+    stops=st.sets(st.integers(3, TINY_VOCAB - 1), max_size=12),
+    seed=st.integers(0, 9),
+)
+def test_any_batch_is_exact(
+    lengths: list[int], k: int, new: int, scale: float, stops: set[int], seed: int
+) -> None:
+    target = make_model(seed=seed % 3)
+    drafter = perturbed(target, scale)
+    limits = Limits(new, frozenset(stops))
+    texts = prompts(lengths, seed)
+    batch = together(target, autoregressive(drafter, limits), texts, k, limits)
+    for text, row in zip(texts, batch, strict=True):
+        assert row.tokens == greedy_decode(CachedModel(target), text, limits, ALL).tokens
+
+
+def test_A10_sampled_rows_are_those_alone() -> None:
+    """Each row has its own seeds, so what others accept changes nothing; temperatures differ."""
+    target = make_model()
+    drafter = perturbed(target, 0.1)
+    limits, texts = Limits(16), prompts([3, 9, 17])
+
+    def verifiers() -> list[Verifier]:
+        warpings = (Warping(0.8), Warping(), Warping(1.5, top_k=5))
+        return [
+            Sampling(warping, torch.Generator().manual_seed(7 + i))
+            for i, warping in enumerate(warpings)
+        ]
+
+    batch = together(
+        target, autoregressive(drafter, limits, warping=WARM), texts, 3, limits, verifiers()
+    )
+    for i, (text, row, verifier) in enumerate(zip(texts, batch, verifiers(), strict=True)):
+        alone = speculative_decode(
+            CachedModel(target),
+            autoregressive(drafter, limits, warping=WARM),
+            text,
+            3,
+            limits,
+            ALL,
+            verifier,
+            seed=i,
+        )
+        assert row.tokens == alone.tokens
+    assert batch[1].tokens == greedy_decode(CachedModel(target), texts[1], limits, ALL).tokens
+
+
+def test_the_target_as_its_own_sampling_drafter_is_always_accepted() -> None:
+    target, limits = make_model(), Limits(40)
+    (row,) = together(
+        target,
+        autoregressive(target, limits, warping=WARM),
+        prompts([5]),
+        4,
+        limits,
+        [Sampling(WARM, torch.Generator().manual_seed(0))],
+    )
+    assert sum(r.accepted for r in row.rounds) == sum(r.proposed for r in row.rounds)
+
+
+# --- replay of sampling
+
+
+def test_replay_of_sampled_texts_agrees_with_real_rounds() -> None:
+    """A toy pair, many runs: the mean of real rounds lies within four standard errors."""
+    target = make_model(vocab_size=TINY_VOCAB, initializer_range=0.3)
+    drafter = perturbed(target, 0.05)
+    limits, (prompt,) = Limits(12), prompts([4])
+    real, replayed, k = [], [], 3
+    for seed in range(150):
+        draft = autoregressive(drafter, limits, warping=WARM)
+        verifier = Sampling(WARM, torch.Generator().manual_seed(1000 + seed))
+        row = speculative_decode(
+            CachedModel(target), draft, prompt, k, limits, ALL, verifier, seed=seed
+        )
+        real.append(len(row.rounds))
+        text = plain_decode(CachedModel(target), prompt, limits, ALL, WARM, seed=seed).tokens
+        logprobs = logprobs_of(target, prompt, text)
+        w = sampling_acceptance(drafter, prompt, text, logprobs, ALL, WARM)
+        replayed.append(replay(w, k, limit=12).rounds)
+    spread = np.sqrt(np.var(real, ddof=1) / len(real) + np.var(replayed, ddof=1) / len(replayed))
+    assert abs(np.mean(real) - np.mean(replayed)) < 4 * spread
+    assert 3 < np.mean(real) < 11, "the pair neither always agrees nor never"
+
+
+@torch.inference_mode()
+def logprobs_of(model: Any, prompt: Sequence[int], text: Sequence[int]) -> list[float]:
+    ids = torch.tensor([[*prompt, *text]])
+    logp = model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1 :].log_softmax(-1)
+    found: list[float] = logp.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    return found
+
+
+def test_a_target_replayed_on_itself_is_always_accepted() -> None:
+    target, (prompt,) = make_model(), prompts([4])
+    text = plain_decode(CachedModel(target), prompt, Limits(12), ALL, WARM, seed=3).tokens
+    w = sampling_acceptance(target, prompt, text, logprobs_of(target, prompt, text), ALL, WARM)
+    assert w == pytest.approx(1.0, abs=1e-4)
+
+
+# --- ends of text
+
+
+def test_A9_a_stop_string_inside_a_block_ends_it() -> None:
+    """'##' of two tokens '#', completed at position 2 of 5, and split over two blocks."""
+    strings = {7: "a", 9: "#", 11: "b"}
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(strings.get(i, "x") for i in ids)
+
+    limits = Limits(20, stop_strings=("##",), decode=decode)
+    assert limits.ends_at([9, 9, 7, 7, 11], new=5) == 2
+    assert limits.ends_at([7, 9, 9, 11], new=2) == 1
+    assert limits.ends_at([7, 9, 11, 9], new=4) is None
+    assert limits.ends_at([9, 9, 9], new=1) == 1
+    target = make_model(initializer_range=0.3)
+    free = greedy_decode(CachedModel(target), [5, 6], Limits(20), ALL).tokens
+    for place in range(1, len(free) - 1):
+        strings = {token: f"<{token}>" for token in free}
+        string = f"{strings[free[place - 1]]}{strings[free[place]]}"[1:-1]
+        stopped = Limits(20, stop_strings=(string,), decode=decode)
+        plain = greedy_decode(CachedModel(target), [5, 6], stopped, ALL).tokens
+        first = next(i for i in range(1, len(free)) if string in decode(free[: i + 1]))
+        assert plain == free[: first + 1]
+        for k in (1, 4, 8):
+            row = speculative_decode(
+                CachedModel(target), autoregressive(target, stopped), [5, 6], k, stopped, ALL
+            )
+            assert row.tokens == plain
+            assert sum(r.emitted for r in row.rounds) == len(plain)
+
+
+def test_no_end_before_the_least_length() -> None:
+    target = make_model()
+    free = greedy_decode(CachedModel(target), [5, 6], Limits(20), ALL).tokens
+    limits = Limits(20, frozenset(free[:3]), min_new_tokens=6)
+    plain = greedy_decode(CachedModel(target), [5, 6], limits, ALL).tokens
+    assert len(plain) >= 6
+    assert not limits.stop_ids & set(plain[:6])
+    for k in (1, 3, 8):
+        row = speculative_decode(
+            CachedModel(target),
+            autoregressive(perturbed(target, 0.05), limits),
+            [5, 6],
+            k,
+            limits,
+            ALL,
+        )
+        assert row.tokens == plain
+
+
+# --- other drafters
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_prompt_lookup_is_exact_and_copies(k: int) -> None:
+    target = make_model(initializer_range=0.3)
+    limits = Limits(30)
+    for text in prompts([1, 12, 20]):
+        doubled = text + text
+        expected = greedy_decode(CachedModel(target), doubled, limits, ALL).tokens
+        (row,) = together(target, PromptLookup(frozenset()), [doubled], k, limits)
+        assert row.tokens == expected
+
+
+def test_prompt_lookup_by_hand() -> None:
+    lookup = PromptLookup(frozenset({9}))
+    (draft,) = lookup.propose([[1, 2, 3, 4, 9, 5, 1, 2, 3]], [5])
+    assert draft.tokens == [4, 9]
+    assert draft.q is None
+    assert lookup.propose([[1, 2, 3]], [5])[0].tokens == []
+    assert lookup.propose([[1, 1]], [0])[0].tokens == []
+
+
+@pytest.mark.parametrize("confidence", [0.05, 0.5, 1.0])
+def test_stopping_on_low_confidence_stays_exact(confidence: float) -> None:
+    target = make_model()
+    drafter, limits = perturbed(target, 0.05), Limits(20)
+    for text in prompts([2, 9]):
+        expected = greedy_decode(CachedModel(target), text, limits, ALL).tokens
+        draft = autoregressive(drafter, limits, confidence=confidence)
+        (row,) = together(target, draft, [text], 6, limits)
+        assert row.tokens == expected
+        assert not draft.prefix_alone
+        if confidence == 1.0:
+            assert all(r.proposed == 0 for r in row.rounds)
+
+
+def test_lossy_verification_emits_other_tokens() -> None:
+    target = make_model()
+    drafter, limits, texts = perturbed(target, 0.3), Limits(30), prompts([4, 8])
+    expected = [greedy_decode(CachedModel(target), t, limits, ALL).tokens for t in texts]
+    lossy = [TopBeta(20, 9.0)] * 2
+    batch = together(target, autoregressive(drafter, limits), texts, 4, limits, lossy)
+    assert [row.tokens for row in batch] != expected
+    exact = [TopBeta(1, 9.0)] * 2
+    batch = together(target, autoregressive(drafter, limits), texts, 4, limits, exact)
+    assert [row.tokens for row in batch] == expected
+
+
+def test_rejections_are_kept_with_what_the_target_said() -> None:
+    target, limits = make_model(), Limits(20)
+    (row,) = together(
+        target, autoregressive(perturbed(target, 0.3), limits), prompts([5]), 4, limits
+    )
+    for r in row.rounds:
+        assert (r.rejected is None) == (r.accepted == r.proposed)
+        if r.rejected is not None:
+            assert r.rejected[0] != r.rejected[1]
+
+
+def test_a_batch_of_prompts_that_fill_the_context() -> None:
+    """One row has no room at all, another has little."""
+    target = make_model(max_position_embeddings=24)
+    limits, texts = Limits(20), prompts([24, 20, 3])
+    batch = together(target, autoregressive(target, limits), texts, 4, limits)
+    assert [len(row.tokens) for row in batch] == [0, 4, 20]
+    for text, row in zip(texts, batch, strict=True):
+        assert row.tokens == greedy_decode(CachedModel(target), text, limits, ALL).tokens

@@ -1,0 +1,204 @@
+"""Intervals that hold what they promise; acceptance by position; rejected tokens; correlation."""
+
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from draftsmith.accept.decode import Round
+from draftsmith.accept.replay import RoundCounts
+from draftsmith.accept.statistics import (
+    RejectedToken,
+    acceptance_by_position,
+    most_rejected,
+    pearson,
+    ratio_interval,
+    spearman,
+)
+
+
+def simulated(draws: np.random.Generator, prompts: int, k: int = 4) -> NDArray[np.int64]:
+    """(accepted, proposed) of prompts that differ in length and in how well drafts fit."""
+    rounds_P = draws.integers(5, 60, prompts)
+    fits_P = draws.beta(6.0, 3.0, prompts)
+    return np.stack([draws.binomial(rounds_P * k, fits_P), rounds_P * k], axis=1)
+
+
+def test_intervals_hold_the_true_ratio_as_often_as_they_say() -> None:
+    draws = np.random.default_rng(0)
+    truth = 6.0 / 9.0  # fit and length are independent, so the mean of the beta distribution
+    for level, at_least, at_most in [(0.95, 0.91, 0.97), (0.8, 0.74, 0.84)]:
+        found = [
+            ratio_interval(simulated(draws, 40), level=level, resamples=400) for _ in range(400)
+        ]
+        held = np.mean([i is not None and i.low <= truth <= i.high for i in found])
+        assert at_least <= held <= at_most
+
+
+def test_prompts_are_drawn_and_not_rounds() -> None:
+    # 20 long texts, half of them always accepted: as 2,000 rounds it would look very certain.
+    interval = ratio_interval([(100, 100), (0, 100)] * 10)
+    assert interval is not None
+    assert interval.value == 0.5
+    assert interval.prompts == 20
+    # Of 20 draws at one half the middle 95 % lie between 6 and 14 of them.
+    assert interval.low == pytest.approx(0.3, abs=0.05)
+    assert interval.high == pytest.approx(0.7, abs=0.05)
+
+
+def test_the_ratio_is_one_of_sums_and_not_a_mean_of_ratios() -> None:
+    interval = ratio_interval([(90, 100), (0, 1), (0, 1)])
+    assert interval is not None
+    assert interval.value == 90 / 102
+    assert interval.low <= interval.value <= interval.high
+
+
+def test_a_higher_level_and_fewer_prompts_make_it_wider() -> None:
+    pairs = simulated(np.random.default_rng(1), 60)
+
+    def width(pairs: NDArray[np.int64], level: float) -> float:
+        interval = ratio_interval(pairs, level=level)
+        assert interval is not None
+        assert interval.level == level
+        return interval.high - interval.low
+
+    assert width(pairs, 0.5) < width(pairs, 0.95) < width(pairs, 0.99)
+    assert width(pairs, 0.95) < width(pairs[:10], 0.95)
+
+
+def test_a_seed_fixes_the_interval() -> None:
+    pairs = simulated(np.random.default_rng(2), 12)
+    assert ratio_interval(pairs, seed=3) == ratio_interval(pairs, seed=3)
+    assert ratio_interval(pairs, seed=3) != ratio_interval(pairs, seed=4)
+
+
+def test_no_interval_without_two_prompts_that_tell_something() -> None:
+    assert ratio_interval([]) is None
+    assert ratio_interval([(3, 4)]) is None
+    assert ratio_interval([(3, 4), (0, 0)]) is None
+    interval = ratio_interval([(3, 4), (0, 0), (3, 4)])
+    assert interval is not None
+    assert (interval.low, interval.value, interval.high, interval.prompts) == (0.75, 0.75, 0.75, 2)
+    json.dumps(asdict(interval), allow_nan=False)
+
+
+@pytest.mark.parametrize("pair", [(-1, 2), (1, -2), (math.nan, 1), (1, math.inf), (1, 0)])
+def test_impossible_pairs_are_refused(pair: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="pair"):
+        ratio_interval([(1, 1), pair])
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 95.0, math.nan])
+def test_impossible_levels_are_refused(level: float) -> None:
+    with pytest.raises(ValueError, match="level"):
+        ratio_interval([(1, 1), (1, 2)], level=level)
+
+
+def made(proposed: int, accepted: int, emitted: int) -> Round:
+    return Round(proposed, accepted, emitted, 0.0, 0.0)
+
+
+def test_acceptance_by_position() -> None:
+    rounds = [
+        made(3, 3, 4),
+        made(3, 0, 1),
+        made(3, 2, 3),
+        made(2, 2, 3),  # the end of a text left room for two: the third was never judged
+        made(0, 0, 1),  # and here for none
+    ]
+    found = acceptance_by_position(rounds, 3)
+    assert found.accepted == [3, 3, 1]
+    assert found.accepted == RoundCounts.of_rounds(rounds, 3).at_position
+    assert found.reached == [4, 3, 2]
+    assert found.share == [3 / 5, 3 / 5, 1 / 5]
+    assert found.conditional == [3 / 4, 1.0, 1 / 2]
+
+
+def test_what_follows_an_accepted_end_of_text_is_not_judged() -> None:
+    found = acceptance_by_position([made(4, 2, 2)], 4)
+    assert found.reached == [1, 1, 0, 0]
+    assert found.conditional == [1.0, 1.0, None, None]
+
+
+def test_a_rejection_answered_by_an_end_of_text_is_one() -> None:
+    found = acceptance_by_position([made(4, 2, 3)], 4)
+    assert found.reached == [1, 1, 1, 0]
+    assert found.conditional == [1.0, 1.0, 0.0, None]
+
+
+def test_no_rounds_have_no_shares() -> None:
+    found = acceptance_by_position([], 2)
+    assert found.share == found.conditional == [None, None]
+    assert found.accepted == found.reached == [0, 0]
+
+
+def test_longer_drafts_than_the_lookahead_are_refused() -> None:
+    with pytest.raises(ValueError, match="lookahead of 2"):
+        acceptance_by_position([made(3, 1, 2)], 2)
+
+
+def test_conditionals_multiply_to_shares_when_no_draft_is_cut() -> None:
+    draws = np.random.default_rng(0)
+    rounds = [made(4, a, a + 1) for a in draws.integers(0, 5, 50).tolist()]
+    found = acceptance_by_position(rounds, 4)
+    assert found.reached[0] == 50
+    for i in range(4):
+        conditional = [c for c in found.conditional[: i + 1] if c is not None]
+        assert math.prod(conditional) == pytest.approx(found.share[i])
+
+
+def test_most_rejected() -> None:
+    pairs = [(7, 1), (7, 2), (7, 2), (5, 9), (3, 9), (3, 8), (2, 2)]
+    assert most_rejected(pairs, 3) == [
+        RejectedToken(token=7, count=3, share=3 / 7, instead=2, instead_count=2),
+        RejectedToken(token=3, count=2, share=2 / 7, instead=8, instead_count=1),
+        RejectedToken(token=2, count=1, share=1 / 7, instead=2, instead_count=1),
+    ]
+    assert len(most_rejected(pairs)) == 4
+    assert most_rejected(reversed(pairs)) == most_rejected(iter(pairs))
+    assert most_rejected([]) == most_rejected(pairs, 0) == []
+
+
+def test_ids_of_tensors_are_counted_by_value() -> None:
+    rows = torch.tensor([[4, 1], [4, 1]])
+    found = most_rejected([(a, b) for a, b in rows])
+    assert found == [RejectedToken(4, 2, 1.0, 1, 2)]
+    json.dumps([asdict(t) for t in found])
+
+
+def test_correlations() -> None:
+    x = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert pearson(x, [2 * v + 1 for v in x]) == pytest.approx(1.0)
+    assert pearson(x, [-v for v in x]) == pytest.approx(-1.0)
+    assert spearman(x, [math.exp(v) for v in x]) == pytest.approx(1.0)
+    assert pearson(x, [math.exp(v) for v in x]) == pytest.approx(
+        np.corrcoef(x, np.exp(x))[0, 1], abs=1e-12
+    )
+    # Two ties of mean ranks 1.5 and 3.5: worked by hand from ranks 1.5 1.5 3.5 3.5 5.
+    assert spearman(x, [1, 1, 2, 2, 9]) == pytest.approx(9 / math.sqrt(90))
+
+
+def test_no_correlation_without_two_points_that_differ() -> None:
+    for correlation in (pearson, spearman):
+        assert correlation([], []) is None
+        assert correlation([1.0], [2.0]) is None
+        assert correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
+        with pytest.raises(ValueError, match="pairs"):
+            correlation([1.0, 2.0], [1.0])
+        with pytest.raises(ValueError, match="finite"):
+            correlation([1.0, math.nan], [1.0, 2.0])
+
+
+@given(st.lists(st.tuples(st.integers(-50, 50), st.integers(-50, 50)), max_size=20))
+def test_correlations_stay_within_one(points: list[tuple[int, int]]) -> None:
+    x, y = [p[0] for p in points], [p[1] for p in points]
+    for correlation in (pearson, spearman):
+        found = correlation(x, y)
+        assert found is None or -1.0 <= found <= 1.0
+        assert found == correlation(y, x)
