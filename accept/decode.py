@@ -85,8 +85,8 @@ class Generation:
     Attributes:
         tokens: what was emitted, EOS included.
         rounds: how (empty for plain decoding); in a batch, its seconds are the batch's.
-        prefill_seconds: the target's time before the first token's step; the drafter reads the
-            prompt within its first draft.
+        prefill_seconds: the target's first pass, over the prompt and the first proposals; the
+            drafter reads the prompt within its first draft.
         seconds: time of everything after.
         gaps: at each token, the target's highest logit less its second (plain decoding only).
     """
@@ -160,17 +160,17 @@ def plain_decode(
     generator = torch.Generator().manual_seed(seed)
     target.reset()
     watch = Stopwatch(target.device)
-    if len(prompt) > 1:
-        target.feed_list(prompt[:-1], keep=1)
-    out.prefill_seconds = watch.lap()
-    token = prompt[-1]
+    pending = list(prompt)
     for _ in range(limits.room(prompt, target.context)):
-        logits_1V = vocabulary.restrict(target.feed_list([token], keep=1))
+        logits_1V = vocabulary.restrict(target.feed_list(pending, keep=1))
+        if not out.tokens:
+            out.prefill_seconds = watch.lap()
         logits_V = limits.open(logits_1V, len(out.tokens))[-1]
         best = logits_V.topk(min(2, logits_V.numel()))
         token = int(best.indices[0])
         if not warping.greedy:
             token = int(draw(warping.probabilities(logits_V[None]), generator))
+        pending = [token]
         out.tokens.append(token)
         out.gaps.append(float(best.values[0] - best.values[-1]))
         if limits.ends_at(out.tokens, 1):
@@ -273,9 +273,7 @@ def decode_batch(
     target.reset(len(rows))
     drafter.reset(len(rows), seeds)
     watch = Stopwatch(target.device)
-    if any(len(prompt) > 1 for prompt in prompts):
-        target.feed_rows([prompt[:-1] for prompt in prompts], keep=1)
-    prefill = watch.lap()
+    prefill: float | None = None
     context = min(target.context, drafter.context or target.context)
     active = [row for row in rows if row.room > 0]
     _leave(target, drafter, rows, active)
@@ -284,11 +282,11 @@ def decode_batch(
         lookaheads = [row.lookahead(lookahead, context) for row in active]
         drafts = drafter.propose(texts, lookaheads)
         draft_seconds = watch.lap()
-        logits = target.feed_rows(
-            [[row.tokens[-1], *d.tokens] for row, d in zip(active, drafts, strict=True)]
-        )
-        restricted = [vocabulary.restrict(row_TV) for row_TV in logits]
+        restricted = _verify(target, texts, drafts, vocabulary)
         verify_seconds = watch.lap()
+        if prefill is None:
+            # The first pass takes in the prompts as well, and is counted as theirs.
+            prefill, verify_seconds = verify_seconds, 0.0
         for row, draft, logits_TV in zip(active, drafts, restricted, strict=True):
             row.take(draft, logits_TV, limits, (draft_seconds, verify_seconds))
         # The target's own token has not been fed yet, so neither cache may claim it.
@@ -299,10 +297,31 @@ def decode_batch(
         _leave(target, drafter, active, going)
         active = going
     watch.lap()
-    seconds = watch.total - prefill
     for row in rows:
-        row.out.prefill_seconds, row.out.seconds = prefill, seconds
+        row.out.prefill_seconds = prefill or 0.0
+        row.out.seconds = watch.total - row.out.prefill_seconds
     return [row.out for row in rows]
+
+
+def _verify(
+    target: CachedModel,
+    texts: Sequence[Sequence[int]],
+    drafts: Sequence[Draft],
+    vocabulary: SharedVocabulary,
+) -> list[Tensor]:
+    """The target's logits before each proposal and after the last, of every row.
+
+    Fed is what the target has not seen: its own last token, or the whole prompt, and proposals.
+    """
+    fed = [
+        [*text[known:], *draft.tokens]
+        for text, known, draft in zip(texts, target.lengths, drafts, strict=True)
+    ]
+    logits = target.feed_rows(fed, keep=1 + max(len(draft.tokens) for draft in drafts))
+    return [
+        vocabulary.restrict(logits_TV[-len(draft.tokens) - 1 :])
+        for logits_TV, draft in zip(logits, drafts, strict=True)
+    ]
 
 
 def _leave(

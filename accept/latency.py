@@ -23,7 +23,7 @@ class Latency:
         draft_after_full: a drafter step that also takes in the last proposal, which it has not
             seen after full acceptance.
         verify: lookahead -> a target pass over lookahead + 1 positions.
-        prefill_target: the target's pass over a prompt.
+        prefill_target: the target's pass over a prompt, which gives the first token too.
         prefill_drafter: the drafter's.
     """
 
@@ -43,14 +43,20 @@ class Latency:
         return self.round_seconds(lookahead) / self.ar
 
     def speedup(self, load: "Load", lookahead: int) -> float:
-        """Predicted tokens per second over those of the target alone."""
-        alone = load.prefills * self.prefill_target + load.steps * self.ar
+        """Predicted tokens per second over those of the target alone.
+
+        A prefill gives the first token of plain decoding, verifies the first draft and gives the
+        first proposal, each for hardly more than the prompt alone.
+        """
+        later, first = load.rounds - load.prefills, load.prefills
+        alone = first * self.prefill_target + (load.steps - first) * self.ar
         together = (
-            load.prefills * (self.prefill_target + self.prefill_drafter)
-            + load.rounds * self.round_seconds(lookahead)
+            first * (self.prefill_target + self.prefill_drafter)
+            + first * (lookahead - 1) * self.draft
+            + later * self.round_seconds(lookahead)
             + load.full * (self.draft_after_full - self.draft)
         )
-        return alone / together
+        return alone / together if together else 1.0
 
 
 @dataclass(frozen=True)

@@ -171,10 +171,13 @@ LATENCY = Latency(
 
 
 def test_cost_model_by_hand() -> None:
-    """Two texts, 60 tokens in 30 rounds of k = 3, 4 of them accepted whole."""
+    """Two texts, 60 tokens in 30 rounds of k = 3, 4 of them accepted whole.
+
+    The prefills give the first token, the first proposal and the first verification.
+    """
     counts = RoundCounts(3, rounds=30, accepted=30, emitted=60, full=4)
-    alone = 2 * 20 + 60 * 10
-    together = 2 * (20 + 4) + 30 * (3 * 2 + 12) + 4 * 0.5
+    alone = 2 * 20 + 58 * 10
+    together = 2 * (20 + 4 + 2 * 2) + 28 * (3 * 2 + 12) + 4 * 0.5
     load = Load(prefills=2, steps=counts.emitted, rounds=counts.rounds, full=counts.full)
     assert LATENCY.speedup(load, 3) == pytest.approx(alone / together)
     assert LATENCY.break_even(3) == pytest.approx(1.8)
