@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftsmith.accept.score import Row
+    from draftsmith.accept.figures import Row
 
 
 def verdict(

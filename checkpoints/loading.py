@@ -137,6 +137,23 @@ def check_files(ref: ModelRef, config: Any, family: Family) -> None:
 
     with one_error(ref):
         expected = layout_of(config, family)
+    found = _found_tensors(ref, family, expected)
+    filled = {expected.aliases.get(name, name) for name in found}
+    if missing := [
+        name
+        for name in expected.shapes
+        if expected.aliases.get(name, name) not in filled
+        and template_of(name)[0] not in family.rebuilt
+    ]:
+        raise RequestError(
+            f"{ref.spec}: missing tensors: {_few(missing)}; config and weights don't belong "
+            "together"
+        )
+    _check_tied(ref, config, family, expected, found)
+
+
+def _found_tensors(ref: ModelRef, family: Family, expected: "Layout") -> dict[str, str]:
+    """Transformers' name of each stored tensor -> its name in the files; all are as expected."""
     found: dict[str, str] = {}
     for tensor in stored_tensors(ref):
         name, shape = tensor.name, tensor.shape
@@ -159,18 +176,7 @@ def check_files(ref: ModelRef, config: Any, family: Family) -> None:
                 "config and weights don't belong together"
             )
         found[own] = name
-    filled = {expected.aliases.get(name, name) for name in found}
-    if missing := [
-        name
-        for name in expected.shapes
-        if expected.aliases.get(name, name) not in filled
-        and template_of(name)[0] not in family.rebuilt
-    ]:
-        raise RequestError(
-            f"{ref.spec}: missing tensors: {_few(missing)}; config and weights don't belong "
-            "together"
-        )
-    _check_tied(ref, config, family, expected, found)
+    return found
 
 
 def _check_layers(ref: ModelRef, shape: Shape) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from draftsmith.accept.figures import Row
 from draftsmith.accept.latency import Latency, Load, break_even_acceptance
 from draftsmith.accept.replay import RoundCounts
-from draftsmith.accept.score import Row, score_drafter
+from draftsmith.accept.score import score_drafter
 from draftsmith.accept.table import render
 from draftsmith.accept.verify import Verification
 from draftsmith.accept.warping import Warping

@@ -1,0 +1,210 @@
+"""The figures of a score, from texts that were decoded and rounds that were replayed."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.accept.decode import Generation
+from draftsmith.accept.latency import Latency, Load, break_even_acceptance
+from draftsmith.accept.replay import RoundCounts
+from draftsmith.accept.statistics import most_rejected, ratio_interval
+from draftsmith.accept.trial import Pair, Texts
+from draftsmith.accept.verify import Verification
+from draftsmith.data.chat import Prompt
+
+# Sums in another order, as over one position or several, end some units in the last place apart.
+# Logits of about 16 that are closer than this are a numeric tie: 0.001 in float32, 0.5 in bfloat16.
+_TIE_UNITS = {torch.float32: 500.0, torch.bfloat16: 4.0, torch.float16: 4.0}
+_LOGIT_SCALE = 16.0
+_REJECTED = 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """Figures of one lookahead; what does not exist is None.
+
+    `rounds` … `emitted` are sums over prompts, expectations in replay rows. `per_position` is the
+    share of rounds whose proposal at each position was accepted. Intervals are of 95 %, by
+    bootstrap over prompts.
+    """
+
+    lookahead: int
+    rounds: float
+    proposed: int | None
+    accepted: float
+    emitted: int
+    accepted_per_round: float | None
+    emitted_per_round: float | None
+    acceptance_rate: float | None
+    per_position: list[float]
+    t_draft_ms: float
+    t_verify_ms: float
+    t_ar_ms: float
+    break_even_emitted_per_round: float
+    break_even_acceptance: float | None
+    speedup_predicted: float
+    speedup_measured: float | None = None
+    identical_tokens: int | None = None
+    compared_tokens: int | None = None
+    first_differences: list[dict[str, Any]] | None = None
+    emitted_per_round_interval: list[float] | None = None
+    acceptance_rate_interval: list[float] | None = None
+
+
+def decode_row(
+    lookahead: int,
+    texts: Texts,
+    prompts: Sequence[Prompt],
+    latency: Latency,
+    verification: Verification,
+    batch: int,
+) -> Row:
+    """Figures of a lookahead that was decoded for real."""
+    generations = texts.of(lookahead)
+    counts = [RoundCounts.of_rounds(text.rounds, lookahead) for text in generations]
+    proposals = [sum(r.proposed for r in text.rounds) for text in generations]
+    proposed, accepted = sum(proposals), sum(c.accepted for c in counts)
+    together = texts.seconds(lookahead)
+    rate = ratio_interval([(c.accepted, n) for c, n in zip(counts, proposals, strict=True)])
+    return Row(
+        **_figures(lookahead, counts, latency, batch),
+        **_comparison(prompts, texts, generations, verification),
+        proposed=proposed,
+        acceptance_rate=accepted / proposed if proposed else None,
+        acceptance_rate_interval=None if rate is None else [rate.low, rate.high],
+        speedup_measured=sum(texts.alone_seconds) / together if together else None,
+    )
+
+
+def _comparison(
+    prompts: Sequence[Prompt],
+    texts: Texts,
+    generations: Sequence[Generation],
+    verification: Verification,
+) -> dict[str, Any]:
+    """How many tokens equal the target's own, and where texts part; nothing for drawn texts."""
+    if not verification.warping.greedy:
+        return {}
+    differences, identical, compared = [], 0, 0
+    for prompt, plain, ours in zip(prompts, texts.plain, generations, strict=False):
+        longer = max(len(plain.tokens), len(ours.tokens))
+        same = _common_prefix(plain.tokens, ours.tokens)
+        compared += longer
+        identical += same
+        if same < longer:
+            gap = plain.gaps[same] if same < len(plain.gaps) else None
+            differences.append({"prompt": prompt.name, "position": same, "logit_gap": gap})
+    return {
+        "identical_tokens": identical,
+        "compared_tokens": compared,
+        "first_differences": differences,
+    }
+
+
+def replay_row(lookahead: int, counts: Sequence[RoundCounts], latency: Latency, batch: int) -> Row:
+    """Figures of a lookahead that was replayed."""
+    figures = _figures(lookahead, counts, latency, batch)
+    return Row(**figures, proposed=None, acceptance_rate=None)
+
+
+def _figures(
+    lookahead: int, counts: Sequence[RoundCounts], latency: Latency, batch: int
+) -> dict[str, Any]:
+    """What decode and replay rows have in common."""
+    total = sum(counts, RoundCounts(lookahead))
+    break_even = latency.break_even(lookahead)
+    interval = ratio_interval([(c.emitted, c.rounds) for c in counts])
+    return {
+        "lookahead": lookahead,
+        "rounds": total.rounds,
+        "accepted": total.accepted,
+        "emitted": total.emitted,
+        "accepted_per_round": total.accepted_per_round,
+        "emitted_per_round": total.emitted_per_round,
+        "emitted_per_round_interval": None if interval is None else [interval.low, interval.high],
+        "per_position": [n / total.rounds if total.rounds else 0.0 for n in total.at_position],
+        "t_draft_ms": 1e3 * latency.draft,
+        "t_verify_ms": 1e3 * latency.verify[lookahead],
+        "t_ar_ms": 1e3 * latency.ar,
+        "break_even_emitted_per_round": break_even,
+        "break_even_acceptance": break_even_acceptance(break_even, lookahead),
+        "speedup_predicted": latency.speedup(Load.of(counts, batch), lookahead),
+    }
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def ties(row: Row, dtype: torch.dtype) -> bool:
+    """Nothing differs but for numeric ties, where two logits are as good as equal in `dtype`."""
+    tie = _TIE_UNITS[dtype] * torch.finfo(dtype).eps * _LOGIT_SCALE
+    return all(
+        d["logit_gap"] is not None and d["logit_gap"] < tie for d in row.first_differences or ()
+    )
+
+
+def by_domain(
+    prompts: Sequence[Prompt], counts: Sequence[RoundCounts], lookahead: int
+) -> dict[str, dict[str, Any]]:
+    """Figures of each domain at one lookahead."""
+    domains: dict[str, list[RoundCounts]] = {}
+    for prompt, count in zip(prompts, counts, strict=True):
+        domains.setdefault(prompt.domain, []).append(count)
+    found = {}
+    for domain, own in domains.items():
+        total = sum(own, RoundCounts(lookahead))
+        interval = ratio_interval([(c.emitted, c.rounds) for c in own])
+        found[domain] = {
+            "lookahead": lookahead,
+            "prompts": len(own),
+            "rounds": total.rounds,
+            "emitted": total.emitted,
+            "accepted_per_round": total.accepted_per_round,
+            "emitted_per_round": total.emitted_per_round,
+            "emitted_per_round_interval": None
+            if interval is None
+            else [interval.low, interval.high],
+        }
+    return found
+
+
+def rejected(generations: Sequence[Generation], pair: Pair) -> list[dict[str, Any]]:
+    """The proposals that were rejected most often, and what the target said instead."""
+    pairs = (r.rejected for text in generations for r in text.rounds if r.rejected)
+    return [
+        {
+            **asdict(found),
+            "text": pair.text([found.token]),
+            "instead_text": pair.text([found.instead]),
+        }
+        for found in most_rejected(pairs, _REJECTED)
+    ]
+
+
+def waterfall(texts: Texts, lookahead: int) -> dict[str, float]:
+    """Where the seconds of real decoding went, at one lookahead."""
+    draft = verify = prefill = 0.0
+    for group in texts.speculative[lookahead]:
+        # Rows of a group share its rounds; the longest row saw them all.
+        longest = max(group, key=lambda text: len(text.rounds))
+        draft += sum(r.draft_seconds for r in longest.rounds)
+        verify += sum(r.verify_seconds for r in longest.rounds)
+        prefill += longest.prefill_seconds
+    total = texts.seconds(lookahead)
+    rounds = [r for text in texts.of(lookahead) for r in text.rounds]
+    wasted = sum(r.proposed - r.accepted for r in rounds)
+    drafted = sum(r.proposed for r in rounds)
+    return {
+        "lookahead": lookahead,
+        "prefill_seconds": prefill,
+        "draft_seconds": draft,
+        "verify_seconds": verify,
+        "overhead_seconds": total - prefill - draft - verify,
+        "rejected_draft_seconds": draft * wasted / drafted if drafted else 0.0,
+        "target_alone_seconds": sum(texts.alone_seconds),
+    }

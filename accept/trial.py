@@ -1,0 +1,171 @@
+"""Decoding prompts every way that a score compares: alone, with drafts, one by one or together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from draftsmith.accept.cache import CachedModel
+from draftsmith.accept.decode import Generation, Limits, decode_batch, plain_decode
+from draftsmith.accept.drafters import AutoregressiveDrafter, Drafter, PromptLookup
+from draftsmith.accept.energy import measure_energy
+from draftsmith.accept.verify import Greedy, Verification
+from draftsmith.checkpoints.pair import SharedVocabulary
+from draftsmith.data.chat import Prompt
+from draftsmith.data.progress import Progress
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A loaded target and drafter, and what they may say; no drafter: prompt lookup."""
+
+    target: CachedModel
+    drafter: CachedModel | None
+    shared: SharedVocabulary
+    allowed: SharedVocabulary
+    limits: Limits
+    text: Callable[[Sequence[int]], str]
+    confidence: float = 0.0
+
+    def proposer(self, verification: Verification) -> Drafter:
+        """What proposes, drawing as the target does."""
+        if self.drafter is None:
+            return PromptLookup(self.limits.stop_ids)
+        return AutoregressiveDrafter(
+            self.drafter,
+            self.shared,
+            self.limits.stop_ids,
+            verification.warping,
+            self.confidence,
+        )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What was decoded.
+
+    Attributes:
+        plain: by the target alone, prompt by prompt, one at a time.
+        speculative: lookahead -> groups of texts that were decoded together.
+        alone_seconds: of each group, decoded together by the target alone.
+        joules: way of decoding -> energy, where the machine tells.
+    """
+
+    plain: list[Generation] = field(default_factory=list)
+    speculative: dict[int, list[list[Generation]]] = field(default_factory=dict)
+    alone_seconds: list[float] = field(default_factory=list)
+    joules: dict[str, float] = field(default_factory=dict)
+
+    def of(self, lookahead: int) -> list[Generation]:
+        """All texts of a lookahead, in the order of the prompts."""
+        return [text for group in self.speculative[lookahead] for text in group]
+
+    def seconds(self, lookahead: int) -> float:
+        """Of decoding with a lookahead; what is decoded together takes its time once."""
+        groups = self.speculative[lookahead]
+        return sum(group[0].prefill_seconds + group[0].seconds for group in groups)
+
+
+def decode_all(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    decoded: int,
+    lookaheads: Sequence[int],
+    verification: Verification,
+    batch: int,
+) -> Texts:
+    """Plain and speculative decoding in turn, so that both meet the same state of the machine."""
+    texts = Texts(speculative={k: [] for k in lookaheads})
+    proposer = pair.proposer(verification)
+    with Progress("score", len(prompts), "prompts") as progress:
+        for group in _groups(prompts, decoded, batch):
+            if not texts.plain:
+                # Warm-up: the first pass pays for allocations and code paths.
+                few = replace(pair, limits=Limits(8))
+                _together(few, proposer, prompts, group, max(lookaheads), verification)
+                _alone(few, prompts, group, verification, 1, {})
+            real = group[0] < decoded
+            alone = _alone(pair, prompts, group, verification, batch if real else 1, texts.joules)
+            texts.plain.extend(alone[0])
+            if not real:
+                progress.update(len(group))
+                continue
+            texts.alone_seconds.append(alone[1])
+            for k in lookaheads:
+                with measure_energy(pair.target.device) as energy:
+                    made = _together(pair, proposer, prompts, group, k, verification)
+                _add(texts.joules, f"lookahead {k}", energy.joules)
+                texts.speculative[k].append(made)
+            progress.update(len(group))
+    return texts
+
+
+def _groups(prompts: Sequence[Prompt], decoded: int, batch: int) -> Iterator[range]:
+    """Numbers of the prompts that are decoded together; those that are only replayed, alone."""
+    for start in range(0, decoded, batch):
+        yield range(start, min(start + batch, decoded))
+    yield from (range(i, i + 1) for i in range(decoded, len(prompts)))
+
+
+def _alone(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    group: range,
+    verification: Verification,
+    batch: int,
+    joules: dict[str, float],
+) -> tuple[list[Generation], float]:
+    """The target's own texts, and the seconds that it takes for them together."""
+    limits, warping = pair.limits, verification.warping
+    with measure_energy(pair.target.device) as energy:
+        plain = [
+            plain_decode(
+                pair.target,
+                prompts[i].ids,
+                limits,
+                pair.allowed,
+                warping,
+                verification.plain_seed(i),
+            )
+            for i in group
+        ]
+    if batch == 1:
+        _add(joules, "target alone", energy.joules)
+        return plain, sum(text.prefill_seconds + text.seconds for text in plain)
+    # Without proposals, a round is a plain step of all rows.
+    with measure_energy(pair.target.device) as energy:
+        together = decode_batch(
+            pair.target,
+            PromptLookup(limits.stop_ids),
+            [prompts[i].ids for i in group],
+            0,
+            limits,
+            pair.allowed,
+            verifiers=[Greedy()] * len(group),
+            seeds=list(group),
+        )
+    _add(joules, "target alone", energy.joules)
+    return plain, together[0].prefill_seconds + together[0].seconds
+
+
+def _together(
+    pair: Pair,
+    proposer: Drafter,
+    prompts: Sequence[Prompt],
+    group: range,
+    lookahead: int,
+    verification: Verification,
+) -> list[Generation]:
+    return decode_batch(
+        pair.target,
+        proposer,
+        [prompts[i].ids for i in group],
+        lookahead,
+        pair.limits,
+        pair.allowed,
+        verifiers=[verification.verifier(i) for i in group],
+        seeds=[verification.draft_seed(i) for i in group],
+    )
+
+
+def _add(joules: dict[str, float], way: str, amount: float | None) -> None:
+    if amount is not None:
+        joules[way] = joules.get(way, 0.0) + amount
