@@ -154,7 +154,9 @@ def score(
     drafter: Annotated[
         str,
         typer.Argument(
-            metavar="DRAFTER", help="folder, hub id or .gguf file; or prompt-lookup, which copies"
+            metavar="DRAFTER",
+            help="folder, hub id or .gguf file; or prompt-lookup, which copies; or "
+            "skip-layers:0,1,28,29, some of the target's own layers",
         ),
     ],
     target: Annotated[str, typer.Option(help="the model whose output must come out")],
@@ -203,7 +205,7 @@ def score(
             raise RequestError(
                 f"--json {json_file}: there is no folder {json_file.parent}; make it"
             )
-        from draftsmith.accept.score import PROMPT_LOOKUP, score_drafter
+        from draftsmith.accept.score import PROMPT_LOOKUP, SKIP_LAYERS, score_drafter
         from draftsmith.accept.verify import Verification
         from draftsmith.accept.warping import Warping
         from draftsmith.checkpoints.formats import resolve
@@ -211,10 +213,11 @@ def score(
         from draftsmith.data.files import storage, write_json
 
         quiet_transformers()
+        no_model = drafter == PROMPT_LOOKUP or drafter.startswith(SKIP_LAYERS)
         warping = Warping(temperature, top_k, top_p, min_p)
         result = score_drafter(
             resolve(target, allow_pickle),
-            None if drafter == PROMPT_LOOKUP else resolve(drafter, allow_pickle),
+            drafter if no_model else resolve(drafter, allow_pickle),
             prompts=prompts,
             limit=limit,
             decode_prompts=None,

@@ -47,6 +47,8 @@ from draftsmith.errors import RequestError
 SCHEMA = 1
 # A drafter that is no model: it copies from the text.
 PROMPT_LOOKUP = "prompt-lookup"
+# A drafter that is some layers of the target, as skip-layers:0,1,28,29.
+SKIP_LAYERS = "skip-layers:"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Score:
 
 def score_drafter(
     target: ModelRef,
-    drafter: ModelRef | None,
+    drafter: ModelRef | str,
     *,
     prompts: str,
     limit: int | None,
@@ -100,7 +102,8 @@ def score_drafter(
 
     Args:
         target: the target.
-        drafter: any causal model with the target's tokenizer; None: prompt lookup.
+        drafter: any causal model with the target's tokenizer; or `PROMPT_LOOKUP`, or
+            `SKIP_LAYERS` and the numbers of the target's layers that draft.
         prompts: a file, a shipped suite, or a set of the hub.
         limit: use the first prompts only.
         decode_prompts: how many of them are decoded for real; None: all. All are replayed.
@@ -120,7 +123,9 @@ def score_drafter(
     tokenizer = load_tokenizer(target)
     config = load_config(target)
     require_decoder(describe(config, target)[0], target.spec)
-    found = check_pair(target, drafter or target)
+    found = check_pair(target, target if isinstance(drafter, str) else drafter)
+    if isinstance(drafter, str):
+        kept_layers(drafter, describe(config, target)[1].layers)
     for note in found.notes:
         say(f"note: {note}")
     rows = read_prompts(prompts, tokenizer, limit)
@@ -128,7 +133,7 @@ def score_drafter(
     target_model = target_model if target_model is not None else load_model(target)
     pair = Pair(
         target=CachedModel(target_model),
-        drafter=None if drafter is None else CachedModel(load_model(drafter)),
+        drafter=_drafter(drafter, target_model),
         shared=found.shared,
         allowed=own_vocabulary(tokenizer, found.target_rows),
         limits=Limits(
@@ -150,12 +155,44 @@ def score_drafter(
         batch=batch,
         names={
             "target": target.spec,
-            "drafter": drafter.spec if drafter else PROMPT_LOOKUP,
+            "drafter": drafter if isinstance(drafter, str) else drafter.spec,
             "dtype": str(target_model.dtype).removeprefix("torch."),
             "machine": provenance.machine() | provenance.versions(),
             "prompts": prompts,
         },
     )
+
+
+def kept_layers(spec: str, layers: int) -> tuple[int, ...]:
+    """The layers of the target that a drafter's name asks for; none for prompt lookup.
+
+    Raises:
+        RequestError: no ascending numbers of its layers.
+    """
+    if spec == PROMPT_LOOKUP:
+        return ()
+    try:
+        kept = tuple(map(int, spec.removeprefix(SKIP_LAYERS).split(",")))
+    except ValueError:
+        kept = ()
+    if not kept or list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < layers:
+        raise RequestError(
+            f"{spec}: write the layers that draft as {SKIP_LAYERS}0,1,{layers - 1}, ascending "
+            f"numbers from 0 to {layers - 1}"
+        )
+    return kept
+
+
+def _drafter(drafter: ModelRef | str, target_model: Any) -> CachedModel | None:
+    if not isinstance(drafter, str):
+        return CachedModel(load_model(drafter))
+    kept = kept_layers(drafter, target_model.config.num_hidden_layers)
+    if not kept:
+        return None
+    from draftsmith.checkpoints.slicing import layers_of
+
+    family = family_of(target_model.config.model_type, drafter)
+    return CachedModel(layers_of(target_model, family, kept))
 
 
 def check_lengths(prompts: Sequence[Prompt], context: int) -> None:

@@ -329,6 +329,32 @@ def compact_model(model: Any, family: Family, selection: Selection) -> Any:
     return compact.eval()
 
 
+def layers_of(model: Any, family: Family, layers: Iterable[int]) -> Any:
+    """Some layers of a model as a model of their own, with the very same weights in memory.
+
+    Args:
+        model: a loaded causal model; it stays as it is.
+        family: its table.
+        layers: kept blocks, ascending.
+
+    Raises:
+        DraftsmithError: a layer that the model does not have.
+    """
+    selection = Selection.of_layers(shape_of(model.config, family), layers)
+    slicer = Slicer.of(model.config, family, selection, shares_head(model, family))
+    with torch.device("meta"):
+        view = type(model)._from_config(compact_config(model.config, family, selection))
+    state = {**dict(model.named_buffers()), **model.state_dict(keep_vars=True)}
+    for name, tensor in state.items():
+        # Buffers that are not saved, as rotary frequencies, belong to no layer.
+        known = template_of(name)[0] in family.tensors
+        new = slicer.name(name) if known else name
+        if new is not None:
+            module, _, kind = new.rpartition(".")
+            setattr(view.get_submodule(module), kind, tensor)
+    return view.eval()
+
+
 def empty_compact(model_class: Any, config: Any, slicer: Slicer, dtype: torch.dtype) -> Any:
     """The compact model with the weights that its class starts from."""
     new = compact_config(config, slicer.family, slicer.selection)

@@ -358,7 +358,7 @@ def test_prompt_lookup_needs_no_drafter(save: Callable[..., Path], prompts: Path
     target = resolve(str(save(make_model())))
     score = score_drafter(
         target,
-        None,
+        "prompt-lookup",
         prompts=str(prompts),
         limit=None,
         decode_prompts=None,
@@ -409,3 +409,24 @@ def test_load_of_batches_by_hand() -> None:
     load = Load.of(counts, batch=2)
     assert (load.prefills, load.steps, load.rounds, load.full) == (2, 50, 25, 2.5)
     assert Load.of(counts, batch=1) == Load(3, 70, 35, 3.5)
+
+
+def test_some_layers_of_the_target_draft_for_it(save: Callable[..., Path], prompts: Path) -> None:
+    target = resolve(str(save(make_model())))
+    figures: dict[str, Any] = {
+        "prompts": str(prompts),
+        "limit": None,
+        "decode_prompts": None,
+        "max_new_tokens": 16,
+        "lookaheads": (3,),
+        "replay_lookahead": 4,
+    }
+    score = score_drafter(target, "skip-layers:0,1,3", **figures)
+    assert score.lossless
+    assert score.decode[0].rounds == score.replay[2].rounds
+    assert score.kv_bytes_per_token["drafter"] == 2 * 4 * 3 * 2 * 8
+    whole = score_drafter(target, "skip-layers:0,1,2,3", **figures)
+    assert whole.decode[0].acceptance_rate == 1.0
+    for wrong in ("skip-layers:", "skip-layers:3,1", "skip-layers:0,4", "skip-layers:a"):
+        with pytest.raises(RequestError, match="ascending numbers from 0 to 3"):
+            score_drafter(target, wrong, **figures)

@@ -24,6 +24,7 @@ from draftsmith.checkpoints.slicing import (
     Slicer,
     compact_config,
     compact_model,
+    layers_of,
     load_tensors,
     own_tensors,
 )
@@ -608,3 +609,18 @@ def test_ids_that_stand_for_nothing_stay() -> None:
     selection = replace(Selection.of_layers(shape, range(4)), vocab=(0, 1, 2, 9))
     renumbered = compact_config(model.config, family, selection)
     assert renumbered.pad_token_id == -1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_as_a_model_of_their_own_share_their_weights(causal_family: str, tied: bool) -> None:
+    """The same logits as the cut model, without another copy in memory."""
+    model, family = make_model(causal_family, tie_word_embeddings=tied), families()[causal_family]
+    selection = Selection.of_layers(shape_of(model.config, family), (0, 2, 3))
+    view = layers_of(model, family, (0, 2, 3))
+    assert torch.equal(
+        logits(view, family), logits(compact_model(model, family, selection), family)
+    )
+    own = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    assert {tensor.data_ptr() for tensor in view.state_dict().values()} <= own
+    assert_cached_equals_uncached(view, family)
+    assert_cached_equals_uncached(model, family)
