@@ -7,7 +7,7 @@ from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.decode import Generation, Limits, decode_batch, plain_decode
 from draftsmith.accept.drafters import AutoregressiveDrafter, Drafter, PromptLookup
 from draftsmith.accept.energy import measure_energy
-from draftsmith.accept.verify import Greedy, Verification
+from draftsmith.accept.verify import Verification
 from draftsmith.checkpoints.pair import SharedVocabulary
 from draftsmith.data.chat import Prompt
 from draftsmith.data.progress import Progress
@@ -81,19 +81,23 @@ def decode_all(
                 # Warm-up: the first pass pays for allocations and code paths.
                 few = replace(pair, limits=Limits(8))
                 _together(few, proposer, prompts, group, max(lookaheads), verification)
-                _alone(few, prompts, group, verification, 1, {})
-            real = group[0] < decoded
-            alone = _alone(pair, prompts, group, verification, batch if real else 1, texts.joules)
-            texts.plain.extend(alone[0])
-            if not real:
-                progress.update(len(group))
-                continue
-            texts.alone_seconds.append(alone[1])
-            for k in lookaheads:
+                _alone(few, prompts, group, verification)
+            with measure_energy(pair.target.device) as energy:
+                plain = _alone(pair, prompts, group, verification)
+            texts.plain.extend(plain)
+            if group[0] < decoded and batch > 1:
+                # Without proposals, a round is a plain step of all rows.
+                none = PromptLookup(pair.limits.stop_ids)
                 with measure_energy(pair.target.device) as energy:
-                    made = _together(pair, proposer, prompts, group, k, verification)
-                _add(texts.joules, f"lookahead {k}", energy.joules)
-                texts.speculative[k].append(made)
+                    plain = _together(pair, none, prompts, group, 0, verification)[:1]
+            if group[0] < decoded:
+                texts.alone_seconds.append(sum(t.prefill_seconds + t.seconds for t in plain))
+                _add(texts.joules, "target alone", energy.joules)
+                for k in lookaheads:
+                    with measure_energy(pair.target.device) as energy:
+                        made = _together(pair, proposer, prompts, group, k, verification)
+                    _add(texts.joules, f"lookahead {k}", energy.joules)
+                    texts.speculative[k].append(made)
             progress.update(len(group))
     return texts
 
@@ -106,44 +110,20 @@ def _groups(prompts: Sequence[Prompt], decoded: int, batch: int) -> Iterator[ran
 
 
 def _alone(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    group: range,
-    verification: Verification,
-    batch: int,
-    joules: dict[str, float],
-) -> tuple[list[Generation], float]:
-    """The target's own texts, and the seconds that it takes for them together."""
-    limits, warping = pair.limits, verification.warping
-    with measure_energy(pair.target.device) as energy:
-        plain = [
-            plain_decode(
-                pair.target,
-                prompts[i].ids,
-                limits,
-                pair.allowed,
-                warping,
-                verification.plain_seed(i),
-            )
-            for i in group
-        ]
-    if batch == 1:
-        _add(joules, "target alone", energy.joules)
-        return plain, sum(text.prefill_seconds + text.seconds for text in plain)
-    # Without proposals, a round is a plain step of all rows.
-    with measure_energy(pair.target.device) as energy:
-        together = decode_batch(
+    pair: Pair, prompts: Sequence[Prompt], group: range, verification: Verification
+) -> list[Generation]:
+    """The target's own texts, one at a time."""
+    return [
+        plain_decode(
             pair.target,
-            PromptLookup(limits.stop_ids),
-            [prompts[i].ids for i in group],
-            0,
-            limits,
+            prompts[i].ids,
+            pair.limits,
             pair.allowed,
-            verifiers=[Greedy()] * len(group),
-            seeds=list(group),
+            verification.warping,
+            verification.plain_seed(i),
         )
-    _add(joules, "target alone", energy.joules)
-    return plain, together[0].prefill_seconds + together[0].seconds
+        for i in group
+    ]
 
 
 def _together(
