@@ -167,7 +167,8 @@ def plain_decode(
             out.prefill_seconds = watch.lap()
         logits_V = limits.open(logits_1V, len(out.tokens))[-1]
         best = logits_V.topk(min(2, logits_V.numel()))
-        token = int(best.indices[0])
+        # The same rule for equal logits as drafters and verifiers have; topk has another.
+        token = int(logits_V.argmax())
         if not warping.greedy:
             token = int(draw(warping.probabilities(logits_V[None]), generator))
         pending = [token]

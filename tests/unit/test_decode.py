@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from draftsmith.accept import verify
 from draftsmith.accept.cache import CachedModel, padded_inputs
-from draftsmith.accept.decode import Generation, Limits, greedy_decode, speculative_decode
+from draftsmith.accept.decode import (
+    Generation,
+    Limits,
+    decode_batch,
+    greedy_decode,
+    speculative_decode,
+)
 from draftsmith.accept.drafters import AutoregressiveDrafter
 from draftsmith.accept.replay import RoundCounts, greedy_matches, replay
 from draftsmith.checkpoints.pair import SharedVocabulary
@@ -46,12 +52,24 @@ def perturbed(model: Any, scale: float) -> Any:
 
 
 def test_A6_tokens_equal_plain_greedy(tiny: Any, tiny_drafter: Any) -> None:
-    """20 prompts, one of length 1, lookahead 1 to 8, 64 new tokens."""
-    limits = Limits(64)
-    for prompt in prompts([1, *range(2, 21)]):
-        expected = plain(tiny, prompt, limits).tokens
-        for k in range(1, 9):
-            assert draft(tiny, tiny_drafter, prompt, k, limits).tokens == expected
+    """20 prompts, one of length 1, lookahead 1 to 8, 64 new tokens; together, and some alone."""
+    limits, texts = Limits(64), prompts([1, *range(2, 21)])
+    expected = [plain(tiny, prompt, limits).tokens for prompt in texts]
+    for k in range(1, 9):
+        drafter = AutoregressiveDrafter(CachedModel(tiny_drafter), ALL, limits.stop_ids)
+        batch = decode_batch(
+            CachedModel(tiny),
+            drafter,
+            texts,
+            k,
+            limits,
+            ALL,
+            verifiers=[verify.Greedy()] * len(texts),
+            seeds=range(len(texts)),
+        )
+        assert [row.tokens for row in batch] == expected
+        for number in (0, 2 * k):
+            assert draft(tiny, tiny_drafter, texts[number], k, limits).tokens == expected[number]
 
 
 def test_A6_transformers_own_greedy_gives_the_same(tiny: Any) -> None:
@@ -233,3 +251,16 @@ def test_ragged_rows_of_a_padded_batch_equal_single_rows(tiny: Any) -> None:
         for i, row in enumerate(rows):
             single = CachedModel(tiny).feed_list(row, keep=1)[-1]
             assert torch.allclose(batch[i], single, atol=1e-4)
+
+
+def test_A7_equal_logits_have_one_rule_everywhere() -> None:
+    """Every token of a pair of equal head rows: plain decoding, drafts and verification agree."""
+    target = make_model()
+    with torch.no_grad():
+        target.lm_head.weight[48:] = target.lm_head.weight[:48]
+    for prompt in prompts([2, 5, 9]):
+        expected = plain(target, prompt, Limits(32)).tokens
+        assert max(expected) < 48
+        result = draft(target, target, prompt, 4, Limits(32))
+        assert result.tokens == expected
+        assert all(r.accepted == r.proposed for r in result.rounds)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.accept.figures import Row
 from draftsmith.accept.latency import Latency, Load, break_even_acceptance
@@ -430,3 +431,44 @@ def test_some_layers_of_the_target_draft_for_it(save: Callable[..., Path], promp
     for wrong in ("skip-layers:", "skip-layers:3,1", "skip-layers:0,4", "skip-layers:a"):
         with pytest.raises(RequestError, match="ascending numbers from 0 to 3"):
             score_drafter(target, wrong, **figures)
+
+
+def test_A7_low_precision_is_stated_and_its_near_ties_are_told_from_faults() -> None:
+    """Two equal head rows, and two that are one bfloat16 step apart."""
+    from draftsmith.accept.cache import CachedModel
+    from draftsmith.accept.decode import Limits
+    from draftsmith.accept.score import score_pair
+    from draftsmith.accept.trial import Pair
+    from draftsmith.checkpoints.pair import SharedVocabulary
+    from draftsmith.data.chat import Prompt
+    from tests.unit.test_decode import prompts as random_prompts
+
+    target = make_model().bfloat16()
+    with torch.no_grad():
+        head = target.lm_head.weight
+        head[50] = head[40]
+        head[51] = head[41] * (1 + 2**-7)
+    drafter = make_model(seed=1, num_hidden_layers=2).bfloat16()
+    every = SharedVocabulary(target.config.vocab_size)
+    pair = Pair(
+        CachedModel(target), CachedModel(drafter), every, every, Limits(24), lambda ids: str(ids)
+    )
+    score = score_pair(
+        pair,
+        [
+            Prompt(ids=tuple(ids), name=str(i), domain="d")
+            for i, ids in enumerate(random_prompts(range(3, 9)))
+        ],
+        lookaheads=(1, 4),
+        replay_lookahead=2,
+        verification=Verification(),
+        names={"target": "t", "drafter": "d", "dtype": "bfloat16", "machine": {}, "prompts": "p"},
+    )
+    assert score.dtype == "bfloat16"
+    gaps = [d["logit_gap"] for row in score.decode for d in row.first_differences or ()]
+    # A text may part where the block's sums round otherwise, and only at a near-tie.
+    assert all(gap < 4 * 2**-7 * 16 for gap in gaps)
+    assert score.lossless
+    for row in score.decode:
+        assert row.identical_tokens is not None
+        assert (row.identical_tokens == row.compared_tokens) == (not row.first_differences)
