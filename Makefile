@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # One thread where other work may run: with busy cores two can be ten times slower than one.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# A file's tests share what is dear to make, so they stay in one process.
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile
+# A file's tests share what is dear to make, so they stay in one process; files in their order, with
+# the slow runs of the command line first.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 OLDEST := $(VENV)/oldest
 
 .PHONY: help install quickstart test test-shared test-oldest test-wheel lint docs clean

@@ -19,7 +19,7 @@ from draftsmith.accept.decode import (
     speculative_decode,
 )
 from draftsmith.accept.drafters import AutoregressiveDrafter, Drafter, PromptLookup
-from draftsmith.accept.replay import replay, sampling_acceptance
+from draftsmith.accept.replay import replay, sampling_acceptance, text_logprobs
 from draftsmith.accept.verify import Greedy, Sampling, TopBeta, Verifier
 from draftsmith.accept.warping import Warping
 from draftsmith.checkpoints.pair import SharedVocabulary
@@ -301,3 +301,91 @@ def test_a_batch_of_prompts_that_fill_the_context() -> None:
     assert [len(row.tokens) for row in batch] == [0, 4, 20]
     for text, row in zip(texts, batch, strict=True):
         assert row.tokens == greedy_decode(CachedModel(target), text, limits, ALL).tokens
+
+
+def test_sampled_rows_keep_their_seeds_when_others_leave() -> None:
+    """The first row has room for two tokens only."""
+    target = make_model(max_position_embeddings=24)
+    drafter = perturbed(target, 0.1)
+    limits, texts = Limits(14), prompts([22, 4, 6])
+    batch = together(
+        target,
+        autoregressive(drafter, limits, warping=WARM),
+        texts,
+        3,
+        limits,
+        [Sampling(WARM, torch.Generator().manual_seed(7 + i)) for i in range(3)],
+    )
+    assert [len(row.tokens) for row in batch] == [2, 14, 14]
+    for i, (text, row) in enumerate(zip(texts, batch, strict=True)):
+        alone = speculative_decode(
+            CachedModel(target),
+            autoregressive(drafter, limits, warping=WARM),
+            text,
+            3,
+            limits,
+            ALL,
+            Sampling(WARM, torch.Generator().manual_seed(7 + i)),
+            seed=i,
+        )
+        assert row.tokens == alone.tokens
+
+
+def test_proposals_come_with_the_distribution_that_they_were_drawn_from() -> None:
+    model, warping = make_model(), Warping(0.5, top_k=5)
+    drafter = autoregressive(model, Limits(9), warping=warping)
+    drafter.reset(2, [0, 1])
+    with torch.inference_mode():
+        first, second = drafter.propose([[5, 6, 7]] * 2, [6, 6])
+        logits = model(input_ids=torch.tensor([[5, 6, 7, *first.tokens[:-1]]])).logits[0, 2:]
+    assert first.q is not None
+    assert torch.allclose(first.q, warping.probabilities(logits), atol=1e-4)
+    assert first.tokens != second.tokens, "each text has its own seed"
+
+
+def test_confidence_is_the_least_that_is_drafted() -> None:
+    drafter = autoregressive(make_model(), Limits(9), confidence=0.5)
+    assert not drafter._unsure(torch.zeros(2))
+    assert drafter._unsure(torch.zeros(3))
+
+
+def test_acceptance_of_sampled_texts_by_hand() -> None:
+    """Warped, at most one, and nothing for a token that the drafter can't say."""
+    model, warping = make_model(), Warping(0.7)
+    prompt, text = [5, 6, 7], [8, TINY_VOCAB - 1, 9]
+    small = SharedVocabulary(TINY_VOCAB - 1)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*prompt, *text[:-1]]])).logits[0, 2:, :-1]
+    q = float(warping.probabilities(logits)[0, 8])
+    w = sampling_acceptance(model, prompt, text, np.zeros(3), small, warping)
+    assert w[0] == pytest.approx(q, abs=1e-6)
+    assert w[1] == 0.0
+    w = sampling_acceptance(model, prompt, text, np.full(3, -50.0), small, warping)
+    assert w.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_logprobs_of_sampled_texts_by_hand() -> None:
+    """Warped, and finite for a token that lost its mass."""
+    model, warping, prompt = make_model(), Warping(0.7, top_k=8), [5, 6, 7]
+    with torch.inference_mode():
+        p_V = warping.probabilities(model(input_ids=torch.tensor([prompt])).logits[0, -1:])[0]
+    likely, unlikely = int(p_V.argmax()), int(p_V.argmin())
+    found = text_logprobs(model, prompt, [likely], ALL, warping)
+    assert found[0] == pytest.approx(float(p_V[likely].log()), abs=1e-4)
+    found = text_logprobs(model, prompt, [unlikely], ALL, warping)
+    assert np.isfinite(found).all()
+    assert found[0] < -80
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ([1, 5, 2, 5], [2, 5]),  # of one token, if no longer ending is found
+        ([1, 2, 3, 4, 9, 2, 3, 7, 1, 2, 3], [4, 9, 2]),  # the longest ending wins
+        ([1, 2, 8, 1, 2, 6, 3, 1, 2], [6, 3, 1]),  # the last occurrence wins
+        ([4, 4], [4]),  # it may touch the ending
+        ([1, 2, 1, 2, 1, 2], [1, 2]),  # and overlap it
+    ],
+)
+def test_prompt_lookup_copies_what_followed_last(text: list[int], tokens: list[int]) -> None:
+    assert PromptLookup(frozenset()).propose([text], [3])[0].tokens == tokens

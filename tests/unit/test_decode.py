@@ -13,6 +13,7 @@ from draftsmith.accept.cache import CachedModel, padded_inputs
 from draftsmith.accept.decode import (
     Generation,
     Limits,
+    Round,
     decode_batch,
     greedy_decode,
     speculative_decode,
@@ -264,3 +265,125 @@ def test_A7_equal_logits_have_one_rule_everywhere() -> None:
         result = draft(target, target, prompt, 4, Limits(32))
         assert result.tokens == expected
         assert all(r.accepted == r.proposed for r in result.rounds)
+
+
+def test_the_cache_counts_and_forgets_tokens(tiny: Any) -> None:
+    model = CachedModel(tiny)
+    with torch.inference_mode():
+        model.feed_list([5, 6, 7])
+        assert model.lengths == [3]
+        whole = model.feed_list([8, 9])
+        model.crop(3)
+        assert model.lengths == [3]
+        assert torch.allclose(model.feed_list([8, 9]), whole, atol=1e-5)
+        model.crop(99)
+    assert model.lengths == [5]
+
+
+def test_positions_of_padded_rows_count_from_nought() -> None:
+    ids, mask, positions = padded_inputs([[5, 6, 7], [8]], pad_id=2)
+    assert ids.tolist() == [[5, 6, 7], [2, 2, 8]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert positions.tolist() == [[0, 1, 2], [0, 0, 0]]
+
+
+def test_stop_ids_open_at_the_least_length() -> None:
+    limits = Limits(9, frozenset({1}), min_new_tokens=3)
+    logits = torch.zeros(4, 3)
+    for emitted, closed in ((0, 3), (2, 1), (3, 0), (8, 0)):
+        opened = limits.open(logits, emitted)
+        assert (opened[:, 1] == -torch.inf).tolist() == [i < closed for i in range(4)]
+        assert bool((opened[:, [0, 2]] == 0).all())
+    assert bool((logits == 0).all()), "the model's own logits stay"
+
+
+def test_a_text_ends_soon_after_its_least_length(tiny: Any) -> None:
+    """Nearly every token is a stop id, so only the least length holds the text open."""
+    limits = Limits(20, frozenset(range(5, TINY_VOCAB)), min_new_tokens=5)
+    expected = plain(tiny, [5, 6], limits).tokens
+    assert 5 < len(expected) < 20
+    assert set(expected[:-1]) <= set(range(5))
+    assert expected[-1] in limits.stop_ids
+    for k in (1, 4):
+        assert draft(tiny, perturbed(tiny, 0.05), [5, 6], k, limits).tokens == expected
+
+
+def test_stop_strings_by_hand() -> None:
+    """Of one character a token: several strings, long ones, and one that was complete before."""
+    limits = Limits(9, stop_strings=("abc", "zz"), decode=lambda ids: "".join(map(chr, ids)))
+
+    def ends(text: str, new: int) -> int | None:
+        return limits.ends_at([ord(c) for c in text], new)
+
+    assert ends("xabc", new=1) == 1
+    assert ends("xzz", new=3) == 3
+    assert ends("abcx", new=1) is None
+    assert ends("zzx", new=1) is None
+
+
+def rounds_of(
+    target: Sequence[int], drafter: Sequence[int], limits: Limits, context: int = 1000
+) -> list[tuple[int, int, int, tuple[int, int] | None]]:
+    """Rounds of lookahead 4 after a prompt of one token, with two scripts."""
+    cached = AutoregressiveDrafter(
+        Scripted(drafter, context),  # type: ignore[arg-type]
+        ALL,
+        limits.stop_ids,
+    )
+    result = speculative_decode(Scripted(target), cached, [50], 4, limits, ALL)  # type: ignore[arg-type]
+    return [(r.proposed, r.accepted, r.emitted, r.rejected) for r in result.rounds]
+
+
+def test_a_drafter_of_a_short_context_drafts_up_to_it() -> None:
+    text = list(range(10, 30))
+    assert rounds_of(text, text, Limits(8), context=5) == [(4, 4, 5, None), *[(0, 0, 1, None)] * 3]
+
+
+def test_a_rejection_names_both_tokens() -> None:
+    rounds = rounds_of([7, 12, 13], [7, 11, 13, 14], Limits(2))
+    assert rounds == [(1, 1, 2, None)]
+    rounds = rounds_of([7, 12, 13, 14, 15, 16], [7, 11, 13, 14, 15, 16], Limits(6))
+    assert rounds[0] == (4, 1, 2, (11, 12))
+
+
+def test_nothing_after_a_stop_string_counts() -> None:
+    """Complete at the first of four proposals; the third is never compared."""
+    limits = Limits(20, stop_strings=("<7>",), decode=lambda ids: "".join(f"<{i}>" for i in ids))
+    assert rounds_of([7, 8, 9, 10, 11], [7, 8, 9, 10, 11], limits) == [(4, 1, 1, None)]
+    assert rounds_of([7, 8, 9, 10, 11], [7, 8, 12, 10, 11], limits) == [(4, 1, 1, None)]
+
+
+def test_counts_of_short_drafts_and_of_both_texts() -> None:
+    """A draft that the text's end cut short was not kept in full."""
+    rounds = [Round(4, 4, 5, 0.0, 0.0), Round(2, 2, 3, 0.0, 0.0)]
+    counts = RoundCounts.of_rounds(rounds, lookahead=4)
+    assert counts.full == 1
+    both = counts + RoundCounts.of_rounds(rounds[:1], lookahead=4)
+    assert both == RoundCounts(4, 3, 10, 13, 2, [3.0, 3.0, 2.0, 2.0])
+
+
+def test_seconds_are_those_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that ticks whenever it is read: two laps a round, and one at the end."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr("draftsmith.accept.decode.time.perf_counter", lambda: float(next(ticks)))
+    text = list(range(10, 30))
+    cached = AutoregressiveDrafter(Scripted(text), ALL, frozenset())  # type: ignore[arg-type]
+    result = speculative_decode(Scripted(text), cached, [50], 4, Limits(10), ALL)  # type: ignore[arg-type]
+    # The first verification takes in the prompt and is counted as its prefill.
+    assert [(r.draft_seconds, r.verify_seconds) for r in result.rounds] == [(1.0, 0.0), (1.0, 1.0)]
+    assert (result.prefill_seconds, result.seconds) == (1.0, 4.0)
+
+
+def test_a_drafter_forgets_what_was_rejected() -> None:
+    """Its second draft starts from the target's text, not from its own."""
+    target, own = [7, 12, 13, 14, 15, 16], [7, 11, 13, 14, 15, 16]
+    model = Scripted(own)
+    cached = AutoregressiveDrafter(model, ALL, frozenset())  # type: ignore[arg-type]
+    speculative_decode(Scripted(target), cached, [50], 4, Limits(6), ALL)  # type: ignore[arg-type]
+    cached.reset(1, [0])
+    cached.propose([[50, 7]], [3])
+    assert model.lengths == [4]
+    cached.rollback([2])
+    assert model.lengths == [2]
+    cached.rollback([9])
+    assert model.lengths == [2], "it never claims more than it has read"

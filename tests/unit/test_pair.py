@@ -3,16 +3,20 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import load_tokenizer
 from draftsmith.checkpoints.pair import (
     SharedVocabulary,
+    _notes,
     check_tokenizer_rows,
+    context_of,
     own_vocabulary,
     shared_vocabulary,
 )
@@ -184,3 +188,41 @@ def test_A32_a_saved_drafter_has_the_targets_own_tokenizer(
     target = load_tokenizer(resolve(str(reordered)))
     drafter = load_tokenizer(resolve(str(out)))
     assert shared_vocabulary(target, drafter, 96, 96) == SharedVocabulary(96)
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "told"),
+    [(64, 32, True), (None, 32, True), (64, 64, False), (64, 128, False), (64, None, False)],
+    ids=str,
+)
+def test_only_a_shorter_context_is_told(
+    target: int | None, drafter: int | None, told: bool
+) -> None:
+    notes = list(_notes(target, drafter, 96, 96, None))
+    assert len(notes) == told
+    assert not told or notes[0].startswith("the drafter knows 32 positions, the target ")
+
+
+@pytest.mark.parametrize(("target", "drafter"), [(104, 96), (96, 104)])
+def test_heads_of_other_sizes_are_told(target: int, drafter: int) -> None:
+    (note,) = _notes(64, 64, target, drafter, None)
+    assert f"padded to {target} rows, the drafter's to {drafter}" in note
+
+
+@pytest.mark.parametrize("positions", [0, -1, None, "many"])
+def test_a_config_without_positions_is_refused(positions: Any) -> None:
+    config = SimpleNamespace(max_position_embeddings=positions)
+    with pytest.raises(RequestError, match="but a model needs positions"):
+        context_of(config, families()["llama"])
+
+
+def test_A1_a_target_of_fewer_rows_than_tokens_bounds_what_is_shared(ninety: Any) -> None:
+    assert shared_vocabulary(ninety, ninety, 64, 104) == SharedVocabulary(64)
+
+
+def test_A2_the_lowest_differing_id_is_named(ninety: Any) -> None:
+    """Sets of large ids are in no order."""
+    target, drafter = Gapped(ninety, set()), Gapped(ninety, set())
+    target.vocab, drafter.vocab = {"a": 5, "b": 1000}, {"x": 5, "y": 1000}
+    with pytest.raises(RequestError, match=r"different tokenizers: id 5 is 'a'"):
+        shared_vocabulary(target, drafter, 2000, 2000)

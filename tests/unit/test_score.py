@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.figures import Row
-from draftsmith.accept.latency import Latency, Load, break_even_acceptance
+from draftsmith.accept.latency import Latency, Load, break_even_acceptance, measure_latency
 from draftsmith.accept.replay import RoundCounts
 from draftsmith.accept.score import score_drafter
 from draftsmith.accept.table import render
@@ -435,7 +436,6 @@ def test_some_layers_of_the_target_draft_for_it(save: Callable[..., Path], promp
 
 def test_A7_low_precision_is_stated_and_its_near_ties_are_told_from_faults() -> None:
     """Two equal head rows, and two that are one bfloat16 step apart."""
-    from draftsmith.accept.cache import CachedModel
     from draftsmith.accept.decode import Limits
     from draftsmith.accept.score import score_pair
     from draftsmith.accept.trial import Pair
@@ -472,3 +472,85 @@ def test_A7_low_precision_is_stated_and_its_near_ties_are_told_from_faults() -> 
     for row in score.decode:
         assert row.identical_tokens is not None
         assert (row.identical_tokens == row.compared_tokens) == (not row.first_differences)
+
+
+def judged(k: int, predicted: float, measured: float | None = None, **changes: Any) -> Row:
+    figures: dict[str, Any] = dict.fromkeys(("rounds", "accepted", "t_draft_ms"), 1.0)
+    figures |= {"t_ar_ms": 10.0, "t_verify_ms": 10.0, "break_even_emitted_per_round": 1.9}
+    return Row(
+        **(figures | changes),
+        lookahead=k,
+        proposed=3,
+        emitted=2,
+        accepted_per_round=1.0,
+        emitted_per_round=2.0,
+        acceptance_rate=0.3,
+        per_position=[0.5] * k,
+        break_even_acceptance=0.3,
+        speedup_predicted=predicted,
+        speedup_measured=measured,
+    )
+
+
+def test_the_verdict_is_of_the_best_lookahead() -> None:
+    """Replayed where it holds; the best measurement bears it out, whichever lookahead it had."""
+    from draftsmith.accept.verdict import verdict
+
+    decode = [judged(2, 1.1, 1.2), judged(4, 1.05, 0.9)]
+    replays = [judged(1, 1.0), judged(2, 1.1), judged(3, 1.3), judged(4, 1.05)]
+    found = verdict(decode, replays, on_cpu=False)
+    assert (found["drafting_pays"], found["lookahead"], found["speedup_predicted"]) == (
+        True,
+        3,
+        1.3,
+    )
+    assert verdict(decode, [], on_cpu=False)["lookahead"] == 2
+    # A measurement alone may be luck.
+    found = verdict(decode, [judged(2, 0.9)], on_cpu=False)
+    assert (found["drafting_pays"], found["lookahead"]) == (False, None)
+
+
+@pytest.mark.parametrize(("needed", "hopeless"), [(3.5, False), (4.0, False), (4.1, True)])
+def test_a_round_emits_one_more_than_it_drafts(needed: float, hopeless: bool) -> None:
+    from draftsmith.accept.verdict import verdict
+
+    row = judged(3, 0.5, 0.5, break_even_emitted_per_round=needed)
+    assert ("at every lookahead" in verdict([row], [], on_cpu=False)["text"]) == hopeless
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "verify_ms", "told"),
+    [(True, 13.0, True), (True, 11.0, False), (False, 13.0, False)],
+    ids=str,
+)
+def test_a_slow_verification_on_a_cpu_is_told(on_cpu: bool, verify_ms: float, told: bool) -> None:
+    from draftsmith.accept.verdict import verdict
+
+    text = verdict([judged(3, 0.5, 0.5, t_verify_ms=verify_ms)], [], on_cpu=on_cpu)["text"]
+    assert ("Here a verification" in text) == told
+    assert not told or "a verification of 4 positions takes 1.3 plain steps" in text
+
+
+class Recorder(CachedModel):
+    """Remembers how many tokens each row of a forward had, and how many each held before."""
+
+    def __init__(self, model: Any) -> None:
+        self.fed: list[tuple[int, int, int]] = []
+        super().__init__(model)
+
+    def feed_rows(self, texts: Any, *, keep: int = 0) -> list[torch.Tensor]:
+        self.fed.append((len(texts), self.length, len(texts[0])))
+        return super().feed_rows(texts, keep=keep)
+
+
+@pytest.mark.parametrize("answer", [[7], [7, 8, 9, 10]], ids=len)
+def test_forwards_are_timed_in_the_middle_of_an_answer(answer: list[int]) -> None:
+    """Prompt, written half, one step; the drafter's steps of one and of two; k + 1 to verify."""
+    target, drafter = Recorder(make_model()), Recorder(make_model(seed=1))
+    latency = measure_latency(target, drafter, [4, 5, 6], answer, (2, 4), batch=2)
+    assert set(latency.verify) == {2, 4}
+    half = max(1, len(answer) // 2)
+    full = 3 + half
+    prompt = [(2, 0, 3), (2, 3, half)]
+    assert target.fed[-5:] == [*prompt, (2, full, 1), (2, full, 3), (2, full, 5)]
+    assert drafter.fed[-4:] == [*prompt, (2, full, 1), (2, full, 2)]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ from hypothesis import strategies as st
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.families.base import AXES, Axis, Family, template_of
 from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.generation import (
+    compact_generation_config,
+    renumber_tokens,
+    repair_generation_config,
+)
+from draftsmith.checkpoints.heads import shares_head
 from draftsmith.checkpoints.loading import load_model
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import resolve_shape, shape_of
@@ -28,6 +35,7 @@ from draftsmith.checkpoints.slicing import (
     load_tensors,
     own_tensors,
 )
+from draftsmith.checkpoints.tying import match_tied_flag
 from draftsmith.errors import DraftsmithError, RequestError
 from tests.conftest import make_model
 from tests.matrix import (
@@ -624,3 +632,48 @@ def test_layers_as_a_model_of_their_own_share_their_weights(causal_family: str, 
     assert {tensor.data_ptr() for tensor in view.state_dict().values()} <= own
     assert_cached_equals_uncached(view, family)
     assert_cached_equals_uncached(model, family)
+
+
+def test_special_ids_are_renumbered_one_or_many() -> None:
+    config = SimpleNamespace(
+        pad_token_id=0, eos_token_id=[5, 7], extra_token_ids=[7, -1], bad_words_ids=[[5, 7], [5, 9]]
+    )
+    renumber_tokens(config, {0: 3, 5: 1, 7: 2})
+    assert vars(config) == {
+        "pad_token_id": 3,
+        "eos_token_id": [1, 2],
+        "extra_token_ids": [2, -1],
+        "bad_words_ids": [[1, 2]],
+    }
+
+
+def test_alignment_heads_follow_layers_and_heads() -> None:
+    selection: Any = SimpleNamespace(layers=(1, 3), cross_heads=((0, 2), (1,)), vocab=None)
+    config = SimpleNamespace(alignment_heads=[[1, 2], [3, 1], [3, 0], [0, 0]])
+    assert compact_generation_config(config, selection).alignment_heads == [[0, 1], [1, 0]]
+    assert len(config.alignment_heads) == 4, "the source keeps its own"
+    config = SimpleNamespace(alignment_heads=[[0, 0]])
+    assert compact_generation_config(config, selection).alignment_heads is None
+
+
+def test_neutral_settings_and_those_of_beams_are_kept() -> None:
+    from transformers import GenerationConfig
+
+    plain = GenerationConfig(temperature=1.0, top_p=1.0, top_k=50)
+    assert repair_generation_config(SimpleNamespace(generation_config=plain)) == []
+    beams = GenerationConfig(num_beams=4, length_penalty=2.0, early_stopping=True)
+    assert repair_generation_config(SimpleNamespace(generation_config=beams)) == []
+
+
+def test_A19_the_head_follows_the_flag() -> None:
+    """Shared under an untied config it gets its own weight; an equal one is shared again."""
+    family = families()["llama"]
+    model = make_model(tie_word_embeddings=False)
+    model.lm_head.weight = model.get_input_embeddings().weight
+    match_tied_flag(model, family)
+    assert not shares_head(model, family)
+    model = make_model(tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    match_tied_flag(model, family)
+    assert shares_head(model, family)
+    assert model.config.tie_word_embeddings

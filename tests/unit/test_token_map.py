@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,3 +218,46 @@ def test_a_map_is_not_left_behind(pair: tuple[Path, Path], tiny: Any) -> None:
     save_model(tiny, resolve(str(pair[0])), pair[1])
     assert not (pair[1] / FILE).exists()
     load_model(resolve(str(pair[1])))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_ids": [-1, 2, 3]}, "not ascending ids"),
+        ({"target_ids": [1, 2, 96]}, "not ascending ids"),
+        ({"target_ids": [1, 2, 2]}, "not ascending ids"),
+        ({"fallback": 3}, "fallback 3 is no row"),
+        ({"fallback": -1}, "fallback -1 is no row"),
+    ],
+    ids=str,
+)
+def test_maps_one_step_out_of_range_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    plain = {"target_vocab": 96, "target_ids": [1, 2, 3], "fallback": 0} | change
+    (tmp_path / FILE).write_text(json.dumps(plain))
+    with pytest.raises(RequestError, match=message):
+        TokenMap.read(tmp_path, rows=3)
+
+
+def test_the_row_for_cut_tokens_follows_the_unknown_one() -> None:
+    kept = (1, 4, 7, 9)
+    for unknown, fallback in ((7, 2), (5, 0), (None, 0)):
+        assert TokenMap.of(kept, 10, SimpleNamespace(unk_token_id=unknown)).fallback == fallback
+    once = TokenMap(10, kept, 2)
+    assert once.after((0, 2, 3)) == TokenMap(10, (1, 7, 9), 1)
+    assert once.after((1, 3)) == TokenMap(10, (4, 9), 0)
+
+
+def test_cut_tokens_are_read_as_the_row_of_the_map() -> None:
+    """And a tuple keeps all that the model returns after its logits."""
+    model = make_model(vocab_size=48)
+    ids = torch.tensor([[1, 5, 2]])
+    with torch.inference_mode():
+        before = model(input_ids=ids, return_dict=False)
+        TokenMap(TINY_VOCAB, tuple(range(0, TINY_VOCAB, 2)), fallback=5).attach(
+            model, families()["llama"]
+        )
+        cut = model(input_ids=torch.tensor([[2, 7, 4]]), return_dict=False)
+    assert len(cut) == len(before) > 1
+    assert torch.equal(cut[0][..., ::2], before[0])

@@ -8,7 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.accept.verify import Draft, Greedy, Sampling, TopBeta, Verdict, sampling, top_beta
+from draftsmith.accept.verify import (
+    Draft,
+    Greedy,
+    Sampling,
+    TopBeta,
+    Verdict,
+    Verification,
+    sampling,
+    top_beta,
+)
 from draftsmith.accept.warping import Warping, draw
 from draftsmith.errors import RequestError
 
@@ -236,3 +245,106 @@ def test_only_top_beta_is_lossy() -> None:
     assert Greedy().exact
     assert Sampling(Warping(1.0), generator()).exact
     assert not TopBeta().exact
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 1}, {"top_p": 1.0}, {"min_p": 0.0}, {"min_p": 1.0}], ids=str
+)
+def test_the_ends_of_the_ranges_are_legal(settings: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    probabilities = Warping(1.0, **settings).probabilities(logits)
+    assert float(probabilities.sum()) == pytest.approx(1.0)
+    one = settings in ({"top_k": 1}, {"min_p": 1.0})
+    assert int((probabilities > 0).sum()) == (1 if one else 3)
+
+
+def test_min_p_above_one_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"min_p: 1\.5 is out of range"):
+        Warping(min_p=1.5)
+
+
+@pytest.mark.parametrize("warping", [Warping(1.0, top_k=1), Warping(1e-6)], ids=str)
+def test_one_token_is_greedy_even_where_two_are_as_likely(warping: Warping) -> None:
+    assert warping.greedy
+    assert warping.probabilities(torch.tensor([[1.0, 4.0, 4.0]])).tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_a_low_temperature_loses_no_precision() -> None:
+    """Divided first, logits of 1000 would round where they differ."""
+    logits = torch.tensor([[1000.0, 1000.0 - 2 * 6.1035e-5, 990.0]])
+    expected = (logits.double() / 1e-3).softmax(-1)
+    assert torch.allclose(Warping(1e-3).probabilities(logits).double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("u", "p", "token"),
+    [
+        (0.0, [0.0, 0.5, 0.5], 1),
+        (0.5, [0.5, 0.0, 0.5], 2),
+        (1 - 2**-53, [0.25, 0.75, 0.0], 1),
+        # Sums in float32 would not grow any more.
+        (1 - 1e-9, [1.0, 2e-8, 2e-8], 2),
+    ],
+)
+def test_draws_at_the_edges_of_tokens(
+    u: float, p: list[float], token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *a, **k: torch.tensor([[u]], dtype=torch.float64))
+    assert int(draw(torch.tensor([p]), generator())) == token
+
+
+def test_what_the_target_cannot_say_is_never_accepted() -> None:
+    """Not even where rounding left the proposal no mass in q."""
+    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.5, 0.5, 0.0])
+    for seed in range(20):
+        assert sampling(Draft([2], q[None]), torch.stack([p, p]), generator(seed)).accepted == 0
+
+
+def test_each_greedy_proposal_has_its_own_mass() -> None:
+    """The second of two proposals is nearly impossible for the target."""
+    p_TV = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.5, 1e-9], [1.0, 0.0, 0.0]])
+    for seed in range(20):
+        verdict = sampling(Draft([1, 2]), p_TV, generator(seed))
+        assert verdict.accepted == 1
+        assert verdict.token in (0, 1)
+
+
+def test_a_drafter_of_fewer_tokens_keeps_the_targets_distribution() -> None:
+    """What the drafter can't say is drawn from the residual."""
+    p, q = torch.tensor([0.4, 0.2, 0.1, 0.3]), torch.tensor([0.2, 0.5, 0.3])
+    source, counts = generator(4), torch.zeros(4)
+    for token in draw(q.expand(5_000, -1), source).tolist():
+        verdict = sampling(Draft([token], q[None]), torch.stack([p, p]), source)
+        counts[token if verdict.accepted else verdict.token] += 1
+    assert chi_square(counts, p) < CHI_SQUARE[3]
+
+
+def test_top_beta_of_more_tokens_than_there_are_asks_for_tau_alone() -> None:
+    logits = torch.tensor([[3.0, 2.5, 1.0], [0.0, 0.0, 1.0]])
+    assert top_beta([1], logits, beta=100, tau=1.0) == Verdict(1, 2)
+    assert top_beta([2], logits, beta=100, tau=1.0) == Verdict(0, 0)
+
+
+def test_every_text_has_draws_of_its_own() -> None:
+    seeds = []
+    for seed in (0, 1):
+        chosen = Verification("sampling", Warping(1.0), seed=seed)
+        for row in range(3):
+            verifier = chosen.verifier(row)
+            assert isinstance(verifier, Sampling)
+            seeds.append(verifier.generator.initial_seed())
+            seeds += [chosen.draft_seed(row), chosen.plain_seed(row)]
+    assert len(set(seeds)) == 2 * 3 * 3
+
+
+def test_the_verifier_is_as_chosen() -> None:
+    assert Verification().verifier(0) == Greedy()
+    assert Verification().exact
+    assert not Verification("top_beta").exact
+    assert Verification("top_beta", beta=5, tau=0.0).verifier(0) == TopBeta(5, 0.0)
+    for wrong in (
+        {"name": "top_beta", "tau": math.inf},
+        {"name": "top_beta", "warping": Warping(1.0)},
+    ):
+        with pytest.raises(RequestError):
+            Verification(**wrong)  # type: ignore[arg-type]
