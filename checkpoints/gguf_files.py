@@ -1,6 +1,7 @@
 """Reading GGUF files without being led astray by a damaged header."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,17 @@ from draftsmith.checkpoints.families.base import Family
 def open_gguf(path: Path) -> Any:
     """The gguf package's reader, which refuses headers that promise more than the file holds.
 
+    Parsing a vocabulary takes seconds, so the last file stays open as long as it is unchanged.
+
     Raises:
         ValueError: the header is damaged; the package raises others too.
     """
+    state = path.stat()
+    return _open(path.absolute(), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=1)
+def _open(path: Path, modified: int, size: int) -> Any:
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
