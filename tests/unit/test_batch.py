@@ -389,3 +389,37 @@ def test_logprobs_of_sampled_texts_by_hand() -> None:
 )
 def test_prompt_lookup_copies_what_followed_last(text: list[int], tokens: list[int]) -> None:
     assert PromptLookup(frozenset()).propose([text], [3])[0].tokens == tokens
+
+
+def test_A26_padding_columns_have_no_say_whatever_their_logits() -> None:
+    """Target of 104 columns, drafter of 96, 90 tokens: sampled texts don't change at +50."""
+    shared = SharedVocabulary(90)
+    texts: list[list[list[int]]] = []
+    acceptance = []
+    for padding in (0.0, 50.0):
+        target, drafter = make_model(vocab_size=104), make_model(seed=1, vocab_size=96)
+        for model in (target, drafter):
+            model.lm_head.register_forward_hook(
+                lambda module, args, logits, value=padding: torch.cat(
+                    [logits[..., :90], torch.full_like(logits[..., 90:], value)], -1
+                )
+            )
+        proposer = AutoregressiveDrafter(CachedModel(drafter), shared, frozenset(), WARM)
+        rows = decode_batch(
+            CachedModel(target),
+            proposer,
+            prompts([2, 7]),
+            3,
+            Limits(12),
+            shared,
+            verifiers=[Sampling(WARM, torch.Generator().manual_seed(i)) for i in range(2)],
+            seeds=[5, 6],
+        )
+        texts.append([row.tokens for row in rows])
+        (prompt,) = prompts([4])
+        logprobs = text_logprobs(target, prompt, [8, 9, 10], shared, WARM)
+        w = sampling_acceptance(drafter, prompt, [8, 9, 10], logprobs, shared, WARM)
+        acceptance.append(w.tolist())
+    assert texts[0] == texts[1]
+    assert acceptance[0] == acceptance[1]
+    assert max(max(row) for row in texts[0]) < 90
