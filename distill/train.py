@@ -3,11 +3,9 @@
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,55 +17,14 @@ from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import TorchEngine, freeze_all_but
-from draftsmith.distill.losses import LOSSES, TopLoss, mixed
+from draftsmith.distill.head_loss import HeadLoss, LossHead
+from draftsmith.distill.losses import make_loss
 from draftsmith.recipes.schema import DistillSettings
 
 # The lookahead at which held-out traces are replayed while training.
 EVALUATION_LOOKAHEAD = 3
 # What is left of the peak learning rate at the last step.
 FINAL_LR = 0.05
-
-
-@dataclass(frozen=True)
-class HeadLoss:
-    """Head projection and loss in one, over the whole vocabulary or its commonest part.
-
-    Attributes:
-        loss: one of `LOSSES`.
-        columns: [V'] ids over which the drafter is normalised; none: all.
-        column_of: [V] place of each id in `columns`, -1 if it has none; none: all.
-    """
-
-    loss: TopLoss
-    columns: Tensor | None = None
-    column_of: Tensor | None = None
-
-    @classmethod
-    def over_commonest(
-        cls, loss: TopLoss, rows: Sequence[TraceRow], vocab: int, most: int | None
-    ) -> "HeadLoss":
-        """Normalise over the `most` ids that the target's top n name most often in `rows`."""
-        if most is None or most >= vocab:
-            return cls(loss)
-        counts = np.zeros(vocab, np.int64)
-        for row in rows:
-            np.add.at(counts, row.top_ids.astype(np.int64).ravel(), 1)
-        columns = torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:most]).copy())
-        column_of = torch.full((vocab,), -1)
-        column_of[columns] = torch.arange(most)
-        return cls(loss, columns, column_of)
-
-    def weight(self, head_VH: Tensor) -> Tensor:
-        """The rows of the head that are used, [V', H]."""
-        return head_VH if self.columns is None else head_VH[self.columns.to(head_VH.device)]
-
-    def __call__(self, hidden_AH: Tensor, weight: Tensor, batch: Batch) -> Tensor:
-        """Sum of the loss over the batch's answer tokens."""
-        top_ids = batch.top_ids
-        if self.column_of is not None:
-            top_ids = self.column_of.to(top_ids.device)[top_ids]
-        total, _ = self.loss(hidden_AH @ weight.T, top_ids, batch.top_logprobs)
-        return total
 
 
 def hidden_at_answers(model: Any, batch: Batch) -> Tensor:
@@ -111,19 +68,12 @@ def distill(
         The learning curve: step, tokens, loss, and emitted per round on held-out greedy traces.
     """
     stream = BatchStream(train, settings.batch, settings.max_length, seed)
-    head_weight = model.get_output_embeddings().weight
-    head = HeadLoss.over_commonest(
-        mixed(LOSSES[settings.loss], settings.cross_entropy),
-        train,
-        len(head_weight),
-        settings.vocab_limit,
-    )
     parameters = trainable_parameters(model, family, settings.train)
+    head = _loss_head(model, train, settings)
     engine = _engine(parameters, settings, state)
     extra = engine.load()
     curve: list[dict[str, float]] = extra.get("curve", [])
     tokens_seen: int = extra.get("tokens", 0)
-    weight = None if head_weight.requires_grad else head.weight(head_weight)
     model.train()
     with Progress("distil", settings.steps, "steps", done=engine.steps_done) as progress:
         while engine.steps_done < settings.steps:
@@ -134,8 +84,7 @@ def distill(
             for batch in micro:
                 with autocast(model, dtype):
                     hidden_AH = hidden_at_answers(model, batch)
-                    rows = head.weight(head_weight) if weight is None else weight
-                    loss = mean_over_step(head(hidden_AH, rows, batch), tokens)
+                    loss = mean_over_step(head(hidden_AH, batch), tokens)
                 engine.backward(loss)
                 mean += float(loss.detach())
             engine.step()
@@ -149,6 +98,13 @@ def distill(
             progress.update(1, note=_note(mean, curve))
     model.eval()
     return curve
+
+
+def _loss_head(model: Any, rows: Sequence[TraceRow], settings: DistillSettings) -> LossHead:
+    """The model's head with the recipe's loss; it knows by now whether it learns."""
+    weight = model.get_output_embeddings().weight
+    loss = make_loss(settings.loss, cross_entropy_share=settings.cross_entropy)
+    return LossHead(HeadLoss.over_commonest(loss, rows, len(weight), settings.vocab_limit), weight)
 
 
 def _engine(

@@ -17,8 +17,9 @@ from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import Engine, TorchEngine, freeze_all_but
+from draftsmith.distill.head_loss import HeadLoss, LossHead
 from draftsmith.distill.losses import forward_kl
-from draftsmith.distill.train import HeadLoss, hidden_at_answers, mean_over_step
+from draftsmith.distill.train import hidden_at_answers, mean_over_step
 from draftsmith.errors import DraftsmithError
 from draftsmith.prune.exchange import Exchanged, Layers, exchange_layers
 from draftsmith.prune.lagrangian import Lagrangian
@@ -73,8 +74,7 @@ class MaskedLoss:
     model: Any
     family: Family
     source: Shape
-    head: HeadLoss
-    weight: Tensor
+    head: LossHead
     dtype: torch.dtype
 
     def __call__(self, masks: Masks, batch: Batch) -> Tensor:
@@ -84,7 +84,7 @@ class MaskedLoss:
             autocast(self.model, self.dtype),
         ):
             hidden_AH = hidden_at_answers(self.model, batch)
-            return mean_over_step(self.head(hidden_AH, self.weight, batch), batch.tokens)
+            return mean_over_step(self.head(hidden_AH, batch), batch.tokens)
 
 
 def learn_masks(
@@ -119,9 +119,9 @@ def learn_masks(
     if not axes:
         return Pruning(Selection.of_layers(source, range(source.layers)), {}, [])
     freeze_all_but(model, ())
-    head_weight = model.get_output_embeddings().weight
-    head = HeadLoss.over_commonest(forward_kl, rows, len(head_weight), settings.vocab_limit)
-    loss = MaskedLoss(model, family, source, head, head.weight(head_weight), dtype)
+    weight = model.get_output_embeddings().weight
+    head_loss = HeadLoss.over_commonest(forward_kl, rows, len(weight), settings.vocab_limit)
+    loss = MaskedLoss(model, family, source, LossHead(head_loss, weight), dtype)
     masks = LearnableMasks(axes, source, settings.init_log_alpha).to(model.device)
     lagrangian = Lagrangian(axes, source, drafter, settings.warmup, settings.penalty)
     stream = BatchStream(rows, settings.batch, settings.max_length, seed)
