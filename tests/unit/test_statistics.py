@@ -1,4 +1,4 @@
-"""Intervals that hold what they promise; acceptance by position; rejected tokens; correlation."""
+"""Intervals and tests that hold what they promise; positions; rejected tokens; correlation."""
 
 import json
 import math
@@ -19,6 +19,7 @@ from draftsmith.accept.statistics import (
     most_rejected,
     pearson,
     ratio_interval,
+    sign_flip_test,
     spearman,
 )
 
@@ -48,8 +49,8 @@ def test_prompts_are_drawn_and_not_rounds() -> None:
     assert interval.value == 0.5
     assert interval.prompts == 20
     # Of 20 draws at one half the middle 95 % lie between 6 and 14 of them.
-    assert interval.low == pytest.approx(0.3, abs=0.05)
-    assert interval.high == pytest.approx(0.7, abs=0.05)
+    assert interval.low == pytest.approx(0.3, abs=0.051)
+    assert interval.high == pytest.approx(0.7, abs=0.051)
 
 
 def test_the_ratio_is_one_of_sums_and_not_a_mean_of_ratios() -> None:
@@ -201,4 +202,54 @@ def test_correlations_stay_within_one(points: list[tuple[int, int]]) -> None:
     for correlation in (pearson, spearman):
         found = correlation(x, y)
         assert found is None or -1.0 <= found <= 1.0
-        assert found == correlation(y, x)
+        turned = correlation(y, x)
+        assert (found is None) == (turned is None)
+        assert found is None or found == pytest.approx(turned, abs=1e-12)
+
+
+def test_p_values_are_uniform_where_nothing_differs() -> None:
+    """However the pairs are spread, and though prompts are unlike one another."""
+    draws = np.random.default_rng(0)
+    scales = np.repeat([1.0, 10.0, 100.0], 10)[:, None]
+    found = [
+        sign_flip_test(draws.standard_cauchy((30, 2)) * scales, permutations=199, seed=seed)[1]
+        for seed in range(300)
+    ]
+    for level in (0.05, 0.25, 0.5, 0.75):
+        # Three standard deviations of 300 draws.
+        assert np.mean(np.array(found) <= level) == pytest.approx(level, abs=0.09)
+    assert np.mean(np.array(found) <= 0.05) < 0.09
+
+
+def test_differences_are_seen_in_any_direction() -> None:
+    noise = np.random.default_rng(0).normal(size=(60, 2))
+    # Two figures that move together hide what their difference shows.
+    noise[:, 1] = noise[:, 0] + 0.1 * noise[:, 1]
+    for shift in ([0.8, 0.8], [-0.8, -0.8], [0.08, -0.08]):
+        statistic, p_value = sign_flip_test(noise + shift)
+        assert p_value == pytest.approx(1 / 2001)
+        assert statistic > 10.0
+    statistic, p_value = sign_flip_test(noise)
+    assert p_value > 0.05
+    assert statistic < 10.0
+
+
+def test_hotelling_by_hand() -> None:
+    """One figure: (Σ d)² / Σ d², over all eight flips of three pairs."""
+    statistic, p_value = sign_flip_test(np.array([[1.0], [2.0], [3.0]]))
+    assert statistic == pytest.approx(36 / 14)
+    assert p_value == pytest.approx(2 / 8)
+
+
+def test_sides_that_are_equal_do_not_differ() -> None:
+    assert sign_flip_test(np.zeros((20, 2))) == (0.0, 1.0)
+    # A figure that is the same on both sides tells nothing, and takes nothing away.
+    one = np.random.default_rng(1).normal(0.2, 1.0, size=(30, 1))
+    both = np.concatenate([one, np.zeros((30, 1))], axis=1)
+    assert sign_flip_test(both) == pytest.approx(sign_flip_test(one))
+
+
+def test_a_seed_fixes_the_flips() -> None:
+    differences = np.random.default_rng(2).normal(size=(40, 2))
+    assert sign_flip_test(differences, seed=5) == sign_flip_test(differences, seed=5)
+    assert sign_flip_test(differences, seed=5) != sign_flip_test(differences, seed=6)
