@@ -112,7 +112,8 @@ class HeadLoss:
             return cls(loss)
         counts = np.zeros(vocab, np.int64)
         for row in rows:
-            np.add.at(counts, row.top_ids.astype(np.int64).ravel(), 1)
+            # The target's vocabulary may be padded further than the drafter's.
+            np.add.at(counts, row.top_ids[row.top_ids < vocab].astype(np.int64), 1)
         columns = np.sort(np.argsort(-counts, kind="stable")[:most])
         return cls(loss, torch.from_numpy(columns.copy()))
 

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from draftsmith.data.traces import TraceRow
 from draftsmith.distill.head_loss import (
     HeadLoss,
     LiveTarget,
@@ -133,6 +135,18 @@ def test_over_some_columns(signal: Signal, columns: torch.Tensor | int, frozen: 
     assert torch.allclose(weight.grad, weight_slope, atol=1e-5)
     others = [i for i in range(VOCABULARY) if i not in ids]
     assert float(weight.grad[others].abs().max()) == 0.0
+
+
+def test_the_commonest_columns() -> None:
+    """Ids 3 and 7 twice, 5 once; 104 is not an id of the drafter."""
+    ids = np.array([[7, 3], [3, 104], [5, 7]], np.uint16)
+    nothing = np.zeros(3, np.float32)
+    row = TraceRow(np.zeros(4, np.int32), 1, False, nothing, ids, np.zeros((3, 2), np.float16))
+    loss = make_loss("forward_kl")
+    columns = HeadLoss.over_commonest(loss, [row], VOCABULARY, 2).columns
+    assert isinstance(columns, torch.Tensor)
+    assert columns.tolist() == [3, 7]
+    assert HeadLoss.over_commonest(loss, [row], VOCABULARY, None).columns is None
 
 
 def test_A26_padding_of_either_vocabulary_has_no_say() -> None:
