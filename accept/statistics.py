@@ -204,38 +204,52 @@ def _vary(x: Sequence[float], y: Sequence[float]) -> bool:
 
 
 def sign_flip_test(
-    differences: NDArray[np.floating[Any]], *, permutations: int = 2000, seed: int = 0
+    weights_NN: NDArray[np.floating[Any]], *, permutations: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """Do the two sides of pairs have the same distribution? A paired permutation test.
+    """Do the two sides of N pairs have the same distribution? A paired permutation test.
 
-    Where they have, either side of a pair could be the other, so that any of its differences may
-    change its sign. That the pairs are unlike one another does no harm.
+    Where they have, either side of a pair could be the other, so that whatever is a difference of
+    its sides may change its sign. That the pairs are unlike one another does no harm.
 
     Args:
-        differences: [pairs, F] of F figures of each side.
+        weights_NN: how much two pairs agree about what differs: an inner product of differences,
+            symmetric. The statistic is its sum over all pairs of pairs.
         permutations: random flips of signs; all flips are tried where there are no more.
         seed: of the flips.
 
     Returns:
-        Hotelling's T² about zero, near F where the sides are alike and n at most, and its
-        p-value, at least 1 / (permutations + 1).
+        The statistic in standard deviations above its mean over the flips, and its p-value, at
+        least 1 / (permutations + 1).
     """
     from scipy.stats import permutation_test
 
-    # Flips of signs leave the second moments as they are, so these are computed once.
-    precision_FF = np.linalg.pinv(differences.T @ differences, hermitian=True)
+    # What stays the same whatever is flipped.
+    varying_NN = weights_NN - np.diag(np.diagonal(weights_NN))
 
-    def hotelling(signs: NDArray[Any], _: NDArray[Any], axis: int = -1) -> Any:
-        sums = np.moveaxis(signs, axis, -1) @ differences
-        return ((sums @ precision_FF) * sums).sum(-1)
+    def agreement(signs: NDArray[Any], _: NDArray[Any], axis: int = -1) -> Any:
+        signs_RN = np.moveaxis(signs, axis, -1)
+        return ((signs_RN @ varying_NN) * signs_RN).sum(-1)
 
-    signs = np.ones(len(differences))
+    signs = np.ones(len(weights_NN))
     found = permutation_test(
         (signs, -signs),
-        hotelling,
+        agreement,
         permutation_type="samples",
         n_resamples=permutations,
         alternative="greater",
         rng=seed,
     )
-    return float(found.statistic), float(found.pvalue)
+    spread = float(found.null_distribution.std())
+    above = float(found.statistic - found.null_distribution.mean())
+    return above / spread if spread else 0.0, float(found.pvalue)
+
+
+def mean_weights(differences_NF: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Weights whose sum is Hotelling's T² about zero: have all figures a mean difference of 0?
+
+    Scaled to a standard deviation near 1 over flips of signs.
+    """
+    moments_FF = differences_NF.T @ differences_NF
+    precision_FF = np.linalg.pinv(moments_FF, hermitian=True)
+    rank = max(1, int(np.linalg.matrix_rank(moments_FF, hermitian=True)))
+    return differences_NF @ precision_FF @ differences_NF.T / np.sqrt(2.0 * rank)

@@ -16,6 +16,7 @@ from draftsmith.accept.replay import RoundCounts
 from draftsmith.accept.statistics import (
     RejectedToken,
     acceptance_by_position,
+    mean_weights,
     most_rejected,
     pearson,
     ratio_interval,
@@ -207,12 +208,16 @@ def test_correlations_stay_within_one(points: list[tuple[int, int]]) -> None:
         assert found is None or found == pytest.approx(turned, abs=1e-12)
 
 
+def differ(differences: NDArray[np.float64], **settings: int) -> tuple[float, float]:
+    return sign_flip_test(mean_weights(differences), **settings)
+
+
 def test_p_values_are_uniform_where_nothing_differs() -> None:
     """However the pairs are spread, and though prompts are unlike one another."""
     draws = np.random.default_rng(0)
     scales = np.repeat([1.0, 10.0, 100.0], 10)[:, None]
     found = [
-        sign_flip_test(draws.standard_cauchy((30, 2)) * scales, permutations=199, seed=seed)[1]
+        differ(draws.standard_cauchy((30, 2)) * scales, permutations=199, seed=seed)[1]
         for seed in range(300)
     ]
     for level in (0.05, 0.25, 0.5, 0.75):
@@ -226,30 +231,33 @@ def test_differences_are_seen_in_any_direction() -> None:
     # Two figures that move together hide what their difference shows.
     noise[:, 1] = noise[:, 0] + 0.1 * noise[:, 1]
     for shift in ([0.8, 0.8], [-0.8, -0.8], [0.08, -0.08]):
-        statistic, p_value = sign_flip_test(noise + shift)
+        statistic, p_value = differ(noise + shift)
         assert p_value == pytest.approx(1 / 2001)
-        assert statistic > 10.0
-    statistic, p_value = sign_flip_test(noise)
+        assert statistic > 5.0
+    statistic, p_value = differ(noise)
     assert p_value > 0.05
-    assert statistic < 10.0
+    assert statistic < 3.0
 
 
-def test_hotelling_by_hand() -> None:
-    """One figure: (Σ d)² / Σ d², over all eight flips of three pairs."""
-    statistic, p_value = sign_flip_test(np.array([[1.0], [2.0], [3.0]]))
-    assert statistic == pytest.approx(36 / 14)
+def test_the_test_by_hand() -> None:
+    """One figure: (Σ d)² is 36, 16, 4 or 0 over the eight flips of three pairs."""
+    differences = np.array([[1.0], [2.0], [3.0]])
+    assert mean_weights(differences).sum() == pytest.approx(36 / 14 / math.sqrt(2))
+    statistic, p_value = differ(differences)
+    sums = [36, 16, 4, 0]
+    assert statistic == pytest.approx((36 - np.mean(sums)) / np.std(sums))
     assert p_value == pytest.approx(2 / 8)
 
 
 def test_sides_that_are_equal_do_not_differ() -> None:
-    assert sign_flip_test(np.zeros((20, 2))) == (0.0, 1.0)
+    assert differ(np.zeros((20, 2))) == (0.0, 1.0)
     # A figure that is the same on both sides tells nothing, and takes nothing away.
     one = np.random.default_rng(1).normal(0.2, 1.0, size=(30, 1))
     both = np.concatenate([one, np.zeros((30, 1))], axis=1)
-    assert sign_flip_test(both) == pytest.approx(sign_flip_test(one))
+    assert differ(both) == pytest.approx(differ(one))
 
 
 def test_a_seed_fixes_the_flips() -> None:
     differences = np.random.default_rng(2).normal(size=(40, 2))
-    assert sign_flip_test(differences, seed=5) == sign_flip_test(differences, seed=5)
-    assert sign_flip_test(differences, seed=5) != sign_flip_test(differences, seed=6)
+    assert differ(differences, seed=5) == differ(differences, seed=5)
+    assert differ(differences, seed=5) != differ(differences, seed=6)
