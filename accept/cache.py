@@ -1,11 +1,25 @@
 """All handling of transformers' key/value caches; their interface changed between 5.17 and 5.24."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from draftsmith.checkpoints.families import family_of
+from draftsmith.checkpoints.pair import context_of
+
+# What an encoder reads: token ids, or features [bands, frames] of sound.
+Source = Sequence[int] | Tensor
+
+
+def cached(model: Any) -> "CachedModel":
+    """A loaded model with its caches; what has an encoder keeps that one's states as well."""
+    if family_of(model.config.model_type, "model").has_encoder:
+        return CachedEncoderDecoder(model)
+    return CachedModel(model)
 
 
 class CachedModel:
@@ -20,19 +34,22 @@ class CachedModel:
         """Wrap `model`; the cache starts empty, for one text."""
         self.model = model
         self.device = model.device
+        self.family = family_of(model.config.model_type, "model")
+        # Positions that the model can tell apart; None: any number.
+        self.context = context_of(model.config, self.family)
         parameters = inspect.signature(type(model).forward).parameters
         # `cache` from 5.24 on, `past_key_values` before.
         self._argument = "cache" if "cache" in parameters else "past_key_values"
         self.reset()
 
-    def reset(self, rows: int = 1) -> None:
-        """Forget everything, and start with so many empty texts."""
-        from transformers import DynamicCache
+    def reset(self, rows: int = 1, sources: Sequence[Source] = ()) -> None:
+        """Forget everything, and start with so many empty texts.
 
-        # Without the config every layer keeps all of its keys, sliding windows too (the mask still
-        # hides them): a windowed layer forgets what a rejected draft makes us go back to, and
-        # transformers 5.17 builds its mask for fewer keys than it returns while it records.
-        self._cache = DynamicCache()
+        Args:
+            rows: texts of the batch.
+            sources: what the encoder of each reads; none without an encoder.
+        """
+        self._cache = _new_cache()
         # Of each row: the slot of its first token, and its tokens.
         self._starts = [0] * rows
         self.lengths = [0] * rows
@@ -42,10 +59,9 @@ class CachedModel:
         """Tokens of the longest text."""
         return max(self.lengths)
 
-    @property
-    def context(self) -> int:
-        """Positions that the model can tell apart."""
-        return int(self.model.config.max_position_embeddings)
+    def borrow_encoder(self, other: "CachedModel") -> bool:
+        """Use another model's encoder if it is equal to the own one; there is none here."""
+        return False
 
     def feed(
         self,
@@ -77,18 +93,22 @@ class CachedModel:
         """`feed` for a single row given as a list; logits [keep or T, V]."""
         return self.feed(torch.tensor([list(ids)], device=self.device), keep=keep)[0]
 
-    def feed_rows(self, texts: Sequence[Sequence[int]], *, keep: int = 0) -> list[Tensor]:
+    def feed_rows(
+        self, texts: Sequence[Sequence[int]], *, keep: int = 0, block: int = 0
+    ) -> list[Tensor]:
         """Run new tokens of every row, any number of each, and remember them.
 
         Args:
             texts: new tokens of each row; none for a row that waits.
             keep: return the logits of each row's last `keep` tokens only; 0 returns all.
+            block: so many last tokens of each row see one another, and not only what is before
+                them.
 
         Returns:
             Of each row, logits [keep or its number of tokens, V].
         """
         self._align()
-        if len(texts) == 1:
+        if len(texts) == 1 and not block:
             return [self.feed_list(texts[0], keep=keep)] if texts[0] else [torch.empty(0)]
         counts = list(map(len, texts))
         width = max(counts)
@@ -97,7 +117,7 @@ class CachedModel:
         ids_BT = torch.zeros((len(texts), width), dtype=torch.long)
         for row, text in enumerate(texts):
             ids_BT[row, : len(text)] = torch.tensor(list(text), dtype=torch.long)
-        mask_BS, positions_BT = self._mask(width)
+        mask_BS, positions_BT = self._mask(counts, block)
         logits_BPV = self._forward(
             ids_BT.to(self.device), torch.tensor(places, device=self.device), mask_BS, positions_BT
         )
@@ -122,7 +142,7 @@ class CachedModel:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows of the batch, in the given order."""
-        if self.length:
+        if int(self._cache.get_seq_length()):
             self._cache.batch_select_indices(torch.tensor(list(rows), device=self.device))
         self._starts = [self._starts[row] for row in rows]
         self.truncate([self.lengths[row] for row in rows])
@@ -147,16 +167,28 @@ class CachedModel:
         logits: Tensor = output.logits
         return logits
 
-    def _mask(self, width: int) -> tuple[Tensor | None, Tensor | None]:
+    def _mask(self, counts: Sequence[int], block: int) -> tuple[Tensor | None, Tensor | None]:
         """Mask over old and new slots, and positions of the new; None where rows start together.
 
-        Padding after a row's new tokens needs no mask: no token looks ahead.
+        Padding after a row's new tokens needs no mask: no token looks ahead, unless in a block.
         """
-        if not any(self._starts):
+        if not any(self._starts) and not block:
             return None, None
-        slots = torch.arange(int(self._cache.get_seq_length()) + width)
-        mask = (slots >= torch.tensor(self._starts)[:, None]).long()
+        width, old = max(counts), int(self._cache.get_seq_length())
+        slots = torch.arange(old + width)
+        mask = slots >= torch.tensor(self._starts)[:, None]
         positions = torch.tensor(self.lengths)[:, None] + torch.arange(width)
+        if block:
+            seen_BTS = mask[:, None] & (slots <= old + torch.arange(width)[:, None])
+            for row, count in enumerate(counts):
+                first = max(0, count - block)
+                seen_BTS[row, first:count, old + first : old + count] = True
+            nothing = torch.finfo(self.model.dtype).min
+            # Added to scores, which every kind of attention takes.
+            mask = torch.zeros(seen_BTS.shape).masked_fill(~seen_BTS, nothing)[:, None]
+            mask = mask.to(self.model.dtype)
+        else:
+            mask = mask.long()
         return mask.to(self.device), positions.to(self.device)
 
     def _align(self) -> None:
@@ -167,10 +199,162 @@ class CachedModel:
             return
         shifts = torch.tensor(ends) - width
         index = (torch.arange(width) + shifts[:, None]).clamp_min(0).to(self.device)
-        for layer in self._cache.layers:
+        for layer in _own_layers(self._cache):
             layer.keys = _gathered(layer.keys, index)
             layer.values = _gathered(layer.values, index)
         self._starts = [width - n for n in self.lengths]
+
+
+class CachedEncoderDecoder(CachedModel):
+    """An encoder–decoder: the encoder reads a text's source once, the decoder writes and is fed.
+
+    Padding of sources is masked; decoders that learn a state for each position are told where
+    each row stands, since they take no positions and would count the slots of the batch.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Wrap `model`."""
+        # Whose encoder's states are taken where it has read the same sources.
+        self._lender: CachedEncoderDecoder | None = None
+        self._sources: tuple[Source, ...] = ()
+        self._encoded: Tensor = torch.empty(0)
+        self._heard: Tensor | None = None
+        super().__init__(model)
+
+    def reset(self, rows: int = 1, sources: Sequence[Source] = ()) -> None:
+        """Forget everything, and let the encoder read."""
+        super().reset(rows)
+        self._cache = _new_cache(cross=True)
+        self._sources = tuple(sources)
+        if not sources:
+            return
+        if len(sources) != rows:
+            raise ValueError(f"{rows} texts, but {len(sources)} sources")
+        lender = self._lender
+        if lender is not None and _same(lender._sources, self._sources):
+            self._encoded, self._heard = lender._encoded, lender._heard
+        else:
+            self._encoded, self._heard = self._encode(self._sources)
+
+    def borrow_encoder(self, other: CachedModel) -> bool:
+        """Use another model's encoder, in memory and in time, if it is equal to the own one.
+
+        A drafter with an encoder of its own must read for itself (case A31).
+
+        Returns:
+            Whether it was equal.
+        """
+        if not isinstance(other, CachedEncoderDecoder) or not _equal(
+            self.model.get_encoder(), other.model.get_encoder()
+        ):
+            return False
+        if self.model.get_encoder() is not other.model.get_encoder():
+            block = next(s.block for s in self.family.stacks if s.layers == "encoder_layers")
+            path = block.partition(".{layer}")[0].rpartition(".")[0]
+            self.model.set_submodule(path, other.model.get_encoder())
+        self._lender = other
+        return True
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some rows of the batch, in the given order."""
+        super().select(rows)
+        index = torch.tensor(list(rows), device=self.device)
+        self._sources = tuple(self._sources[row] for row in rows)
+        self._encoded = self._encoded[index]
+        self._heard = None if self._heard is None else self._heard[index]
+
+    def _encode(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
+        """The encoder's states [B, S, H] and, where sources were padded, their mask [B, S]."""
+        encoder = self.model.get_encoder()
+        if isinstance(sources[0], Tensor):
+            features = torch.stack([s for s in sources if isinstance(s, Tensor)])
+            features = features.to(self.device, self.model.dtype)
+            return encoder(input_features=features).last_hidden_state, None
+        width = max(map(len, sources))
+        ids = torch.zeros((len(sources), width), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, source in enumerate(sources):
+            ids[row, : len(source)] = torch.tensor(list(source))
+            mask[row, : len(source)] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        encoded = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        return encoded, mask
+
+    def _forward(
+        self,
+        ids_BT: Tensor,
+        keep: int | Tensor,
+        mask_BS: Tensor | None,
+        positions_BT: Tensor | None,
+    ) -> Tensor:
+        with self._placed(positions_BT):
+            output = self.model(
+                decoder_input_ids=ids_BT,
+                encoder_outputs=(self._encoded,),
+                attention_mask=self._heard,
+                decoder_attention_mask=mask_BS,
+                use_cache=True,
+                **{self._argument: self._cache},
+            )
+        logits: Tensor = output.logits
+        return logits[:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
+
+    @contextmanager
+    def _placed(self, positions_BT: Tensor | None) -> Iterator[None]:
+        """Within, the decoder's table of positions is read at these places."""
+        if positions_BT is None or self.family.positions is None:
+            yield
+            return
+        table = self.model.get_submodule(self.family.positions)
+        places = positions_BT + getattr(table, "offset", 0)
+        # Places of padding may lie past the table; nothing sees them.
+        states = table.weight[places.clamp_max(len(table.weight) - 1)]
+        hook = table.register_forward_hook(lambda *_: states)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def _new_cache(cross: bool = False) -> Any:
+    """An empty cache, with room for the keys of an encoder's states if `cross`.
+
+    Without the config every layer keeps all of its keys, sliding windows too (the mask still
+    hides them): a windowed layer forgets what a rejected draft makes us go back to, and
+    transformers 5.17 builds its mask for fewer keys than it returns while it records. Nor does it
+    count the layers of the wrong stack.
+    """
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if cross else DynamicCache()
+
+
+def _own_layers(cache: Any) -> Any:
+    """The layers whose slots grow with the text."""
+    return getattr(cache, "self_attention_cache", cache).layers
+
+
+def _same(some: Sequence[Source], others: Sequence[Source]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _settings(encoder: Any) -> dict[str, Any]:
+    """What an encoder's computation may depend on."""
+    plain = encoder.config.to_dict()
+    unimportant = ("decoder", "architectures", "version", "dtype", "token", "vocab", "_name")
+    return {k: v for k, v in plain.items() if not any(part in k for part in unimportant)}
+
+
+def _equal(some: Any, other: Any) -> bool:
+    """Whether two encoders compute the same."""
+    if some is other:
+        return True
+    if type(some) is not type(other) or _settings(some) != _settings(other):
+        return False
+    own, others = some.state_dict(), other.state_dict()
+    return own.keys() == others.keys() and all(
+        own[name].shape == others[name].shape and own[name].equal(others[name]) for name in own
+    )
 
 
 def _gathered(states_BHSD: Tensor, index_BW: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftsmith.accept.cache import CachedModel
+from draftsmith.accept.cache import CachedModel, Source
 from draftsmith.accept.drafters import Drafter
 from draftsmith.accept.verify import Draft, Greedy, Verifier
 from draftsmith.accept.warping import Warping, draw
@@ -28,6 +28,7 @@ class Limits:
         stop_strings: strings that end the text where they are complete; the token that completes
             one is emitted.
         decode: ids -> string, for `stop_strings`.
+        never_first: ids that no text begins with.
     """
 
     max_new_tokens: int
@@ -35,10 +36,12 @@ class Limits:
     min_new_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
+    never_first: frozenset[int] = frozenset()
 
-    def room(self, prompt: Sequence[int], context: int) -> int:
+    def room(self, prompt: Sequence[int], context: int | None) -> int:
         """Tokens that can be emitted after `prompt` in a context of that many positions."""
-        return min(self.max_new_tokens, context - len(prompt))
+        left = self.max_new_tokens if context is None else context - len(prompt)
+        return min(self.max_new_tokens, left)
 
     def ends_at(self, tokens: Sequence[int], new: int) -> int | None:
         """Of the last `new` tokens, how many stand if one ends the text; None: none does."""
@@ -49,12 +52,14 @@ class Limits:
         return None
 
     def open(self, logits_TV: Tensor, emitted: int) -> Tensor:
-        """Logits for the positions from `emitted` on, without stop ids where they are too early."""
-        early = min(self.min_new_tokens - emitted, len(logits_TV))
-        if early <= 0 or not self.stop_ids:
+        """Logits for the positions from `emitted` on, without ids that are too early there."""
+        early = min(self.min_new_tokens - emitted, len(logits_TV)) if self.stop_ids else 0
+        first = self.never_first if emitted == 0 else frozenset()
+        if early <= 0 and not first:
             return logits_TV
         logits = logits_TV.clone()
-        logits[:early, list(self.stop_ids)] = -torch.inf
+        logits[: max(0, early), list(self.stop_ids)] = -torch.inf
+        logits[:1, list(first)] = -torch.inf
         return logits
 
     def _stopped(self, tokens: Sequence[int]) -> bool:
@@ -124,17 +129,17 @@ class Stopwatch:
 
 @torch.inference_mode()
 def greedy_decode(
-    target: CachedModel, prompt: Sequence[int], limits: Limits, vocabulary: SharedVocabulary
+    target: CachedModel,
+    prompt: Sequence[int],
+    limits: Limits,
+    vocabulary: SharedVocabulary,
+    source: Source | None = None,
 ) -> Generation:
     """Decode with the target alone; the reference that speculation must reproduce.
 
-    Args:
-        target: its cache is reset first.
-        prompt: at least one id.
-        limits: when to stop.
-        vocabulary: ids that may be emitted.
+    Arguments as for `plain_decode`.
     """
-    return plain_decode(target, prompt, limits, vocabulary, Warping(), seed=0)
+    return plain_decode(target, prompt, limits, vocabulary, Warping(), seed=0, source=source)
 
 
 @torch.inference_mode()
@@ -145,6 +150,7 @@ def plain_decode(
     vocabulary: SharedVocabulary,
     warping: Warping,
     seed: int,
+    source: Source | None = None,
 ) -> Generation:
     """Decode one text with the target alone, greedily or by sampling.
 
@@ -155,16 +161,18 @@ def plain_decode(
         vocabulary: ids that may be emitted.
         warping: how tokens are drawn.
         seed: of the draws.
+        source: what the target's encoder reads, if it has one; `prompt` is its decoder's.
     """
     out = Generation()
     generator = torch.Generator().manual_seed(seed)
-    target.reset()
     watch = Stopwatch(target.device)
+    target.reset(sources=() if source is None else [source])
     pending = list(prompt)
     for _ in range(limits.room(prompt, target.context)):
         logits_1V = vocabulary.restrict(target.feed_list(pending, keep=1))
         if not out.tokens:
-            out.prefill_seconds = watch.lap()
+            watch.lap()
+            out.prefill_seconds = watch.total
         logits_V = limits.open(logits_1V, len(out.tokens))[-1]
         best = logits_V.topk(min(2, logits_V.numel()))
         # The same rule for equal logits as drafters and verifiers have; topk has another.
@@ -190,6 +198,7 @@ def speculative_decode(
     vocabulary: SharedVocabulary,
     verifier: Verifier | None = None,
     seed: int = 0,
+    source: Source | None = None,
 ) -> Generation:
     """Decode one text with drafts of up to `lookahead` tokens; `decode_batch` for a single row."""
     (generation,) = decode_batch(
@@ -201,6 +210,7 @@ def speculative_decode(
         vocabulary,
         verifiers=[verifier or Greedy()],
         seeds=[seed],
+        sources=() if source is None else [source],
     )
     return generation
 
@@ -215,10 +225,12 @@ class _Row:
     out: Generation
     ended: bool = False
 
-    def lookahead(self, most: int, context: int) -> int:
+    def lookahead(self, most: int, context: int | None) -> int:
         """A draft is at most as long as what is left of the text less one, and of the contexts."""
         left = self.room - len(self.out.tokens) - 1
-        return max(0, min(most, left, context - len(self.tokens)))
+        if context is not None:
+            left = min(left, context - len(self.tokens))
+        return max(0, min(most, left))
 
     def take(
         self, draft: Draft, logits_TV: Tensor, limits: Limits, seconds: tuple[float, float]
@@ -251,6 +263,7 @@ def decode_batch(
     *,
     verifiers: Sequence[Verifier],
     seeds: Sequence[int],
+    sources: Sequence[Source] = (),
 ) -> list[Generation]:
     """Decode texts together, each with its own rounds; every row equals decoding it alone.
 
@@ -266,16 +279,18 @@ def decode_batch(
         vocabulary: ids that may be emitted.
         verifiers: one for each row.
         seeds: of each row's proposals.
+        sources: what the encoder of each row reads, if there is one; prompts are the decoder's.
     """
     rows = [
         _Row(list(prompt), limits.room(prompt, target.context), verifier, Generation())
         for prompt, verifier in zip(prompts, verifiers, strict=True)
     ]
-    target.reset(len(rows))
-    drafter.reset(len(rows), seeds)
     watch = Stopwatch(target.device)
+    target.reset(len(rows), sources)
+    drafter.reset(len(rows), seeds, sources)
+    reading = watch.lap()
     prefill: float | None = None
-    context = min(target.context, drafter.context or target.context)
+    context = min((c for c in (target.context, drafter.context) if c is not None), default=None)
     active = [row for row in rows if row.room > 0]
     _leave(target, drafter, rows, active)
     while active:
@@ -287,7 +302,7 @@ def decode_batch(
         verify_seconds = watch.lap()
         if prefill is None:
             # The first pass takes in the prompts as well, and is counted as theirs.
-            prefill, verify_seconds = verify_seconds, 0.0
+            prefill, verify_seconds = reading + verify_seconds, 0.0
         for row, draft, logits_TV in zip(active, drafts, restricted, strict=True):
             row.take(draft, logits_TV, limits, (draft_seconds, verify_seconds))
         # The target's own token has not been fed yet, so neither cache may claim it.

@@ -6,10 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.accept.cache import CachedModel
+from draftsmith.accept.cache import CachedModel, Source
 from draftsmith.accept.verify import Draft
 from draftsmith.accept.warping import Warping, draw
 from draftsmith.checkpoints.pair import SharedVocabulary
+from draftsmith.errors import RequestError
 
 Texts = Sequence[Sequence[int]]
 
@@ -20,14 +21,23 @@ class Drafter(Protocol):
     Attributes:
         context: positions that it can tell apart; None: any number.
         prefix_alone: whether a proposal depends on the text before it alone, and not on where the
-            round began; replay needs it.
+            round began.
+        deterministic: whether the same round always proposes the same; only then, or with
+            `prefix_alone`, can rounds be replayed.
     """
 
     context: int | None
     prefix_alone: bool
+    deterministic: bool
 
-    def reset(self, rows: int, seeds: Sequence[int]) -> None:
-        """Forget the texts and start with so many empty ones, each with the seed of its draws."""
+    def reset(self, rows: int, seeds: Sequence[int], sources: Sequence[Source] = ()) -> None:
+        """Forget the texts and start with so many empty ones.
+
+        Args:
+            rows: texts of the batch.
+            seeds: of each text's draws.
+            sources: what the encoder of each reads, if there is one.
+        """
 
     def propose(self, texts: Texts, lookaheads: Sequence[int]) -> list[Draft]:
         """Propose up to so many tokens to follow each text; 0 leaves a text alone."""
@@ -67,11 +77,12 @@ class AutoregressiveDrafter:
         self.confidence = confidence
         self.context: int | None = model.context
         self.prefix_alone = confidence == 0.0
+        self.deterministic = self.warping.greedy
         self._generators: list[torch.Generator] = []
 
-    def reset(self, rows: int, seeds: Sequence[int]) -> None:
+    def reset(self, rows: int, seeds: Sequence[int], sources: Sequence[Source] = ()) -> None:
         """Forget the texts."""
-        self.model.reset(rows)
+        self.model.reset(rows, sources)
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def propose(self, texts: Texts, lookaheads: Sequence[int]) -> list[Draft]:
@@ -123,39 +134,128 @@ class AutoregressiveDrafter:
         return self.confidence > 0.0 and float(logits_V.softmax(-1).max()) < self.confidence
 
 
+class BlockDrafter:
+    """A model that proposes a whole block in one pass, a token at each of its masks.
+
+    Xia et al. 2022, section 3.2: the text so far and k [MASK] go in; the text is read causally and
+    its keys are kept, the masks see all of it and one another, and each gives the token of its own
+    place. The block is always as long as in training; of its tokens as many are proposed as asked.
+    """
+
+    # What a mask sees is the whole block, so it matters where the round began.
+    prefix_alone = False
+    deterministic = True
+
+    def __init__(
+        self,
+        model: CachedModel,
+        vocabulary: SharedVocabulary,
+        stop_ids: frozenset[int],
+        size: int,
+        mask_id: int,
+    ) -> None:
+        """Draft with `model`.
+
+        Args:
+            model: the drafter; its attention must not have windows.
+            vocabulary: ids that can be proposed.
+            stop_ids: ids that end a text.
+            size: masks in a block.
+            mask_id: their id.
+
+        Raises:
+            RequestError: the model has windows, which blocks can't respect.
+        """
+        if getattr(model.model.config, "sliding_window", None):
+            raise RequestError(
+                "drafter: its attention has windows, within which blocks can't be drafted; use a "
+                "model without"
+            )
+        self.model, self.vocabulary, self.stop_ids = model, vocabulary, stop_ids
+        self.size, self.mask_id = size, mask_id
+        # The masks need places too.
+        self.context: int | None = None if model.context is None else model.context - size
+
+    def reset(self, rows: int, seeds: Sequence[int], sources: Sequence[Source] = ()) -> None:
+        """Forget the texts."""
+        self.model.reset(rows, sources)
+
+    def propose(self, texts: Texts, lookaheads: Sequence[int]) -> list[Draft]:
+        """Propose up to so many tokens, fewer after a proposed end of text."""
+        masks = [self.mask_id] * self.size
+        fed = [
+            [*text[known:], *masks] if k else []
+            for text, known, k in zip(texts, self.model.lengths, lookaheads, strict=True)
+        ]
+        if not any(fed):
+            return [Draft([]) for _ in texts]
+        logits = self.model.feed_rows(fed, keep=self.size, block=self.size)
+        drafts = []
+        for logits_KV, k in zip(logits, lookaheads, strict=True):
+            tokens = self.vocabulary.restrict(logits_KV[:k]).argmax(-1).tolist() if k else []
+            drafts.append(Draft(until_end(tokens, self.stop_ids)))
+        # The keys of masks are of no use to later rounds.
+        self.rollback([len(text) for text in texts])
+        return drafts
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Drop the cache of rejected tokens."""
+        self.model.truncate(
+            [min(own, length) for own, length in zip(self.model.lengths, lengths, strict=True)]
+        )
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Drop the caches of other texts."""
+        self.model.select(rows)
+
+
 class PromptLookup:
-    """Proposes what followed the last occurrence of the text's own ending (Saxena 2023)."""
+    """Proposes what followed the last occurrence of the text's own ending (Saxena 2023).
+
+    What an encoder reads counts as the beginning of the text, if it is made of the same tokens.
+    """
 
     context: int | None = None
     # Where nothing is found nothing is proposed, so rounds differ in length.
     prefix_alone = False
+    deterministic = True
 
     def __init__(self, stop_ids: frozenset[int], longest: int = 3) -> None:
         """Look for endings of `longest` tokens first, then of fewer."""
         self.stop_ids = stop_ids
         self.longest = longest
+        self._sources: list[list[int]] = []
 
-    def reset(self, rows: int, seeds: Sequence[int]) -> None:
-        """Nothing is remembered."""
+    def reset(self, rows: int, seeds: Sequence[int], sources: Sequence[Source] = ()) -> None:
+        """Remember what can be copied from besides the texts."""
+        tokens = [[] if isinstance(s, Tensor) else list(s) for s in sources]
+        self._sources = tokens or [[] for _ in range(rows)]
 
     def propose(self, texts: Texts, lookaheads: Sequence[int]) -> list[Draft]:
         """Copy from earlier in each text."""
-        return [Draft(self._copy(text, k)) for text, k in zip(texts, lookaheads, strict=True)]
+        sources = self._sources or [[] for _ in texts]
+        return [
+            Draft(self._copy([*source, *text], min(self.longest, len(text)), k))
+            for source, text, k in zip(sources, texts, lookaheads, strict=True)
+        ]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered of the texts."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Nothing is remembered."""
+        """Only some texts go on."""
+        self._sources = [self._sources[row] for row in rows]
 
-    def _copy(self, text: Sequence[int], lookahead: int) -> list[int]:
-        for size in range(min(self.longest, len(text) - 1), 0, -1):
+    def _copy(self, text: Sequence[int], longest: int, lookahead: int) -> list[int]:
+        for size in range(min(longest, len(text) - 1), 0, -1):
             ending = list(text[-size:])
             for start in range(len(text) - size - 1, -1, -1):
                 if list(text[start : start + size]) == ending:
-                    return self._until_end(list(text[start + size :][:lookahead]))
+                    return until_end(list(text[start + size :][:lookahead]), self.stop_ids)
         return []
 
-    def _until_end(self, tokens: list[int]) -> list[int]:
-        end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
-        return tokens[: end + 1]
+
+def until_end(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
+    """The tokens up to the first that ends a text, itself included."""
+    end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[: end + 1]

@@ -39,12 +39,12 @@ class Row:
     emitted_per_round: float | None
     acceptance_rate: float | None
     per_position: list[float]
-    t_draft_ms: float
-    t_verify_ms: float
-    t_ar_ms: float
-    break_even_emitted_per_round: float
+    t_draft_ms: float | None
+    t_verify_ms: float | None
+    t_ar_ms: float | None
+    break_even_emitted_per_round: float | None
     break_even_acceptance: float | None
-    speedup_predicted: float
+    speedup_predicted: float | None
     speedup_measured: float | None = None
     identical_tokens: int | None = None
     compared_tokens: int | None = None
@@ -65,14 +65,11 @@ def decode_row(
     generations = texts.of(lookahead)
     counts = [RoundCounts.of_rounds(text.rounds, lookahead) for text in generations]
     proposals = [sum(r.proposed for r in text.rounds) for text in generations]
-    proposed, accepted = sum(proposals), sum(c.accepted for c in counts)
     together = texts.seconds(lookahead)
     rate = ratio_interval([(c.accepted, n) for c, n in zip(counts, proposals, strict=True)])
     return Row(
         **_figures(lookahead, counts, latency, batch),
         **_comparison(prompts, texts, generations, verification),
-        proposed=proposed,
-        acceptance_rate=accepted / proposed if proposed else None,
         acceptance_rate_interval=None if rate is None else [rate.low, rate.high],
         speedup_measured=sum(texts.alone_seconds) / together if together else None,
     )
@@ -103,34 +100,57 @@ def _comparison(
     }
 
 
-def replay_row(lookahead: int, counts: Sequence[RoundCounts], latency: Latency, batch: int) -> Row:
-    """Figures of a lookahead that was replayed."""
-    figures = _figures(lookahead, counts, latency, batch)
-    return Row(**figures, proposed=None, acceptance_rate=None)
+def replay_row(
+    lookahead: int, counts: Sequence[RoundCounts], latency: Latency | None, batch: int
+) -> Row:
+    """Figures of a lookahead that was replayed; without latencies, of acceptance alone."""
+    return Row(**_figures(lookahead, counts, latency, batch))
 
 
 def _figures(
-    lookahead: int, counts: Sequence[RoundCounts], latency: Latency, batch: int
+    lookahead: int, counts: Sequence[RoundCounts], latency: Latency | None, batch: int
 ) -> dict[str, Any]:
     """What decode and replay rows have in common."""
-    total = sum(counts, RoundCounts(lookahead))
-    break_even = latency.break_even(lookahead)
+    total = RoundCounts.total(counts, lookahead)
     interval = ratio_interval([(c.emitted, c.rounds) for c in counts])
     return {
         "lookahead": lookahead,
         "rounds": total.rounds,
+        "proposed": total.proposed,
         "accepted": total.accepted,
         "emitted": total.emitted,
         "accepted_per_round": total.accepted_per_round,
         "emitted_per_round": total.emitted_per_round,
+        "acceptance_rate": total.accepted / total.proposed if total.proposed else None,
         "emitted_per_round_interval": None if interval is None else [interval.low, interval.high],
         "per_position": [n / total.rounds if total.rounds else 0.0 for n in total.at_position],
+        **_costs(lookahead, counts, latency, batch),
+    }
+
+
+def _costs(
+    lookahead: int, counts: Sequence[RoundCounts], latency: Latency | None, batch: int
+) -> dict[str, float | None]:
+    """What depends on the machine; all unknown where nothing was timed."""
+    if latency is None:
+        names = (
+            "t_draft_ms",
+            "t_verify_ms",
+            "t_ar_ms",
+            "break_even_emitted_per_round",
+            "break_even_acceptance",
+            "speedup_predicted",
+        )
+        return dict.fromkeys(names)
+    load = Load.of(counts, batch)
+    break_even = latency.round_seconds(lookahead, load.passes) / latency.ar
+    return {
         "t_draft_ms": 1e3 * latency.draft,
         "t_verify_ms": 1e3 * latency.verify[lookahead],
         "t_ar_ms": 1e3 * latency.ar,
         "break_even_emitted_per_round": break_even,
         "break_even_acceptance": break_even_acceptance(break_even, lookahead),
-        "speedup_predicted": latency.speedup(Load.of(counts, batch), lookahead),
+        "speedup_predicted": latency.speedup(load, lookahead),
     }
 
 
@@ -149,15 +169,15 @@ def ties(row: Row, dtype: torch.dtype) -> bool:
 
 
 def by_domain(
-    prompts: Sequence[Prompt], counts: Sequence[RoundCounts], lookahead: int
+    names: Sequence[str], counts: Sequence[RoundCounts], lookahead: int
 ) -> dict[str, dict[str, Any]]:
-    """Figures of each domain at one lookahead."""
+    """Figures of each domain at one lookahead, from the domain and the counts of every text."""
     domains: dict[str, list[RoundCounts]] = {}
-    for prompt, count in zip(prompts, counts, strict=True):
-        domains.setdefault(prompt.domain, []).append(count)
+    for name, count in zip(names, counts, strict=True):
+        domains.setdefault(name, []).append(count)
     found = {}
     for domain, own in domains.items():
-        total = sum(own, RoundCounts(lookahead))
+        total = RoundCounts.total(own, lookahead)
         interval = ratio_interval([(c.emitted, c.rounds) for c in own])
         found[domain] = {
             "lookahead": lookahead,

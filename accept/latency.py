@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.accept.cache import CachedModel
+from draftsmith.accept.cache import CachedModel, Source
 from draftsmith.accept.decode import Stopwatch
 from draftsmith.accept.replay import RoundCounts
 
@@ -25,6 +25,7 @@ class Latency:
         verify: lookahead -> a target pass over lookahead + 1 positions.
         prefill_target: the target's pass over a prompt, which gives the first token too.
         prefill_drafter: the drafter's.
+        one_pass: whether `draft` is a pass that proposes a whole block.
     """
 
     ar: float
@@ -33,14 +34,20 @@ class Latency:
     verify: dict[int, float]
     prefill_target: float
     prefill_drafter: float
+    one_pass: bool = False
 
-    def round_seconds(self, lookahead: int) -> float:
-        """A draft of `lookahead` tokens and its verification."""
-        return lookahead * self.draft + self.verify[lookahead]
+    def draft_seconds(self, passes: float) -> float:
+        """A draft of so many drafter passes, which a block does not need."""
+        return self.draft if self.one_pass else passes * self.draft
 
-    def break_even(self, lookahead: int) -> float:
-        """Emitted per round above which drafting pays."""
-        return self.round_seconds(lookahead) / self.ar
+    def round_seconds(self, lookahead: int, passes: float | None = None) -> float:
+        """A draft and its verification.
+
+        Args:
+            lookahead: proposals at most.
+            passes: of the drafter; None: one for each.
+        """
+        return self.draft_seconds(lookahead if passes is None else passes) + self.verify[lookahead]
 
     def speedup(self, load: "Load", lookahead: int) -> float:
         """Predicted tokens per second over those of the target alone.
@@ -49,11 +56,12 @@ class Latency:
         first proposal, each for hardly more than the prompt alone.
         """
         later, first = load.rounds - load.prefills, load.prefills
+        passes = lookahead if load.passes is None else load.passes
         alone = first * self.prefill_target + (load.steps - first) * self.ar
         together = (
             first * (self.prefill_target + self.prefill_drafter)
-            + first * (lookahead - 1) * self.draft
-            + later * self.round_seconds(lookahead)
+            + first * (0.0 if self.one_pass else max(0.0, passes - 1) * self.draft)
+            + later * self.round_seconds(lookahead, passes)
             + load.full * (self.draft_after_full - self.draft)
         )
         return alone / together if together else 1.0
@@ -68,12 +76,14 @@ class Load:
         steps: plain decoding steps.
         rounds: rounds of speculative decoding.
         full: of which all proposals were kept, so that the drafter takes in one position more.
+        passes: of the drafter in a round, on average; None: as many as the lookahead.
     """
 
     prefills: int
     steps: float
     rounds: float
     full: float
+    passes: float | None = None
 
     @classmethod
     def of(cls, counts: Sequence[RoundCounts], batch: int) -> "Load":
@@ -83,11 +93,13 @@ class Load:
         than the expected largest.
         """
         groups = [counts[i : i + batch] for i in range(0, len(counts), batch)]
+        total = RoundCounts.total(counts, counts[0].lookahead) if counts else None
         return cls(
             prefills=len(groups),
             steps=sum(max(c.emitted for c in group) for group in groups),
             rounds=sum(max(c.rounds for c in group) for group in groups),
             full=sum(max(c.full for c in group) for group in groups),
+            passes=None if total is None else total.passes_per_round,
         )
 
 
@@ -108,6 +120,8 @@ def measure_latency(
     answer: Sequence[int],
     lookaheads: Iterable[int],
     batch: int = 1,
+    source: Source | None = None,
+    block: int = 0,
 ) -> Latency:
     """Time every kind of forward in turn, with caches as full as in the middle of an answer.
 
@@ -118,6 +132,8 @@ def measure_latency(
         answer: what the target answered.
         lookaheads: for which to time a verification.
         batch: rows in each forward.
+        source: what an encoder reads; `prompt` is then its decoder's.
+        block: masks in a draft of one pass; 0: it is drafted token by token.
     """
     written = list(answer[: max(1, len(answer) // 2)])
     widths = sorted(set(lookaheads))
@@ -129,17 +145,20 @@ def measure_latency(
         work()
         times.setdefault(name, []).append(watch.lap())
 
-    def feed(model: CachedModel, tokens: Sequence[int], keep: int) -> None:
-        model.feed_rows([tokens] * batch, keep=keep)
+    def feed(model: CachedModel, tokens: Sequence[int], keep: int, block: int = 0) -> None:
+        model.feed_rows([tokens] * batch, keep=keep, block=block)
 
-    def step(model: CachedModel, tokens: int) -> None:
+    def step(model: CachedModel, tokens: int, keep: int, block: int = 0) -> None:
         start = model.length
-        feed(model, (written * tokens)[:tokens], keep=1 if model is drafter else 0)
+        feed(model, (written * tokens)[:tokens], keep, block)
         model.crop(start)
 
     def prefill(model: CachedModel) -> None:
-        model.reset(batch)
+        model.reset(batch, [] if source is None else [source] * batch)
         feed(model, prompt, keep=1)
+
+    def draft(drafter: CachedModel, tokens: int) -> None:
+        step(drafter, tokens + block, keep=block or 1, block=block)
 
     # The first pass warms up and is not counted.
     for repeat in range(_REPEATS + 1):
@@ -147,14 +166,14 @@ def measure_latency(
             times.clear()
         timed("prefill_target", lambda: prefill(target))
         feed(target, written, keep=1)
-        timed("ar", lambda: step(target, 1))
+        timed("ar", lambda: step(target, 1, keep=0))
         if drafter is not None:
             timed("prefill_drafter", lambda: prefill(drafter))
             feed(drafter, written, keep=1)
-            timed("draft", lambda: step(drafter, 1))
-            timed("draft_after_full", lambda: step(drafter, 2))
+            timed("draft", lambda: draft(drafter, 1))
+            timed("draft_after_full", lambda: draft(drafter, 1 if block else 2))
         for k in widths:
-            timed(f"verify {k}", lambda k=k: step(target, k + 1))  # type: ignore[misc]
+            timed(f"verify {k}", lambda k=k: step(target, k + 1, keep=0))  # type: ignore[misc]
     median = {name: statistics.median(values) for name, values in times.items()}
     return Latency(
         ar=median["ar"],
@@ -163,4 +182,5 @@ def measure_latency(
         verify={k: median[f"verify {k}"] for k in widths},
         prefill_target=median["prefill_target"],
         prefill_drafter=median.get("prefill_drafter", 0.0),
+        one_pass=block > 0,
     )

@@ -50,8 +50,17 @@ def _figures(score: Plain) -> Table:
     return table
 
 
+def _needed(row: Plain) -> str:
+    if row["break_even_emitted_per_round"] is None:
+        return _percent(None)
+    rate = row["break_even_acceptance"]
+    return ">100%" if rate is None else _percent(rate)
+
+
 def _times(score: Plain) -> Text:
-    row = score["decode"][0]
+    row = (score["decode"] or score["replay"])[0]
+    if row["t_ar_ms"] is None:
+        return Text("Nothing was timed, since the target was not loaded.")
     machine = score["machine"]
     device = machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]
     return Text(
@@ -68,8 +77,8 @@ def _cells(row: Plain, how: str) -> list[str]:
         _number(row["emitted_per_round"]),
         _number(row["break_even_emitted_per_round"]),
         _percent(row["acceptance_rate"]),
-        ">100%" if row["break_even_acceptance"] is None else _percent(row["break_even_acceptance"]),
-        f"{row['t_verify_ms']:.1f}",
+        _needed(row),
+        "–" if row["t_verify_ms"] is None else f"{row['t_verify_ms']:.1f}",
         _number(row["speedup_predicted"]),
         _number(row["speedup_measured"]),
     ]
@@ -95,7 +104,7 @@ def _how(score: Plain) -> str:
 
 
 def _spread(score: Plain) -> list[Text]:
-    row = score["decode"][-1]
+    row = (score["decode"] or score["replay"])[-1]
     interval = row.get("emitted_per_round_interval")
     if interval is None:
         return []
@@ -121,11 +130,10 @@ def _rejected(score: Plain) -> list[Text]:
 def _certificate(score: Plain) -> Text:
     if score["quality"] is not None:
         return _quality(score["quality"], score["settings"])
+    if not score["decode"]:
+        return Text("Nothing was decoded for real, so no output was compared.")
     if score["decode"][0]["compared_tokens"] is None:
-        return Text(
-            "Sampled texts can't be compared token by token; the verifier preserves the target's "
-            f"distribution ({score['dtype']})."
-        )
+        return _sampled(score)
     rows = score["decode"]
     identical = sum(row["identical_tokens"] for row in rows)
     compared = sum(row["compared_tokens"] for row in rows)
@@ -134,7 +142,33 @@ def _certificate(score: Plain) -> Text:
     if differences:
         kind = "all numeric ties" if score["lossless"] else "NOT numeric ties: a fault"
         text += f"; {differences} texts part ({kind})"
-    return Text(f"{text} ({score['dtype']}).", style="" if score["lossless"] else "bold red")
+    return Text(f"{text} ({_precision(score)}).", style="" if score["lossless"] else "bold red")
+
+
+def _sampled(score: Plain) -> Text:
+    """What is known of the distribution of drawn texts."""
+    found = score["samples"]
+    if found is None:
+        return Text(
+            "Sampled texts can't be compared token by token; the verifier preserves the target's "
+            f"distribution ({_precision(score)}). --samples 32 compares samples."
+        )
+    told = "no difference shows" if score["lossless"] else "they DIFFER: a fault"
+    return Text(
+        f"{found['samples']} short texts of each of {found['prompts']} prompts with and without "
+        f"drafts: {told} (permutation test, p = {found['p_value']:.3g}; {_precision(score)}).",
+        style="" if score["lossless"] else "bold red",
+    )
+
+
+def _precision(score: Plain) -> str:
+    """In what it was computed, and what that means for the comparison."""
+    if score["dtype"] == "float32":
+        return "float32"
+    return (
+        f"{score['dtype']}, in which passes over one and over several positions round apart: "
+        "equal up to numeric ties at best"
+    )
 
 
 def _quality(quality: Plain, settings: Plain) -> Text:

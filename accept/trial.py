@@ -2,15 +2,88 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.decode import Generation, Limits, decode_batch, plain_decode
-from draftsmith.accept.drafters import AutoregressiveDrafter, Drafter, PromptLookup
+from draftsmith.accept.drafters import (
+    AutoregressiveDrafter,
+    BlockDrafter,
+    Drafter,
+    PromptLookup,
+)
 from draftsmith.accept.energy import measure_energy
 from draftsmith.accept.verify import Verification
+from draftsmith.accept.warping import Warping
 from draftsmith.checkpoints.pair import SharedVocabulary
 from draftsmith.data.chat import Prompt
 from draftsmith.data.progress import Progress
+from draftsmith.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Block:
+    """How a drafter that proposes blocks was trained.
+
+    Attributes:
+        size: masks in a block.
+        mask_id: their id.
+    """
+
+    size: int
+    mask_id: int
+
+    @classmethod
+    def of(cls, config: Any) -> "Block | None":
+        """From the key `block_drafting` of a drafter's config; None: it drafts token by token.
+
+        Raises:
+            RequestError: the key holds something else.
+        """
+        found = getattr(config, "block_drafting", None)
+        if found is None:
+            return None
+        try:
+            block = cls(**found)
+        except TypeError:
+            block = cls(0, 0)
+        if not (isinstance(block.size, int) and block.size > 0 and isinstance(block.mask_id, int)):
+            raise RequestError(
+                f"config.json: block_drafting is {found!r}; it holds size, the masks in a block, "
+                "and mask_id, their id"
+            )
+        return block
+
+
+@dataclass(frozen=True)
+class Proposing:
+    """A loaded drafter and what it may say.
+
+    Attributes:
+        model: None: prompt lookup.
+        vocabulary: ids that can be proposed.
+        stop_ids: ids that end a text.
+        confidence: stop drafting below it; 0: never.
+        block: how it drafts in one pass; None: token by token.
+    """
+
+    model: CachedModel | None
+    vocabulary: SharedVocabulary
+    stop_ids: frozenset[int]
+    confidence: float = 0.0
+    block: Block | None = None
+
+    def drafter(self, warping: Warping) -> Drafter:
+        """What proposes, drawing as the target does."""
+        if self.model is None:
+            return PromptLookup(self.stop_ids)
+        if self.block is None:
+            return AutoregressiveDrafter(
+                self.model, self.vocabulary, self.stop_ids, warping, self.confidence
+            )
+        return BlockDrafter(
+            self.model, self.vocabulary, self.stop_ids, self.block.size, self.block.mask_id
+        )
 
 
 @dataclass(frozen=True)
@@ -24,18 +97,14 @@ class Pair:
     limits: Limits
     text: Callable[[Sequence[int]], str]
     confidence: float = 0.0
+    block: Block | None = None
 
     def proposer(self, verification: Verification) -> Drafter:
         """What proposes, drawing as the target does."""
-        if self.drafter is None:
-            return PromptLookup(self.limits.stop_ids)
-        return AutoregressiveDrafter(
-            self.drafter,
-            self.shared,
-            self.limits.stop_ids,
-            verification.warping,
-            self.confidence,
+        proposing = Proposing(
+            self.drafter, self.shared, self.limits.stop_ids, self.confidence, self.block
         )
+        return proposing.drafter(verification.warping)
 
 
 @dataclass(frozen=True)
@@ -80,17 +149,18 @@ def decode_all(
             if not texts.plain:
                 # Warm-up: the first pass pays for allocations and code paths.
                 few = replace(pair, limits=Limits(8))
-                _together(few, proposer, prompts, group, max(lookaheads), verification)
+                _together(few, proposer, prompts, group, max(lookaheads, default=0), verification)
                 _alone(few, prompts, group, verification)
             with measure_energy(pair.target.device) as energy:
                 plain = _alone(pair, prompts, group, verification)
             texts.plain.extend(plain)
-            if group[0] < decoded and batch > 1:
+            real = bool(lookaheads) and group[0] < decoded
+            if real and batch > 1:
                 # Without proposals, a round is a plain step of all rows.
                 none = PromptLookup(pair.limits.stop_ids)
                 with measure_energy(pair.target.device) as energy:
                     plain = _together(pair, none, prompts, group, 0, verification)[:1]
-            if group[0] < decoded:
+            if real:
                 texts.alone_seconds.append(sum(t.prefill_seconds + t.seconds for t in plain))
                 _add(texts.joules, "target alone", energy.joules)
                 for k in lookaheads:
@@ -121,6 +191,7 @@ def _alone(
             pair.allowed,
             verification.warping,
             verification.plain_seed(i),
+            prompts[i].source,
         )
         for i in group
     ]
@@ -143,6 +214,7 @@ def _together(
         pair.allowed,
         verifiers=[verification.verifier(i) for i in group],
         seeds=[verification.draft_seed(i) for i in group],
+        sources=[s for i in group if (s := prompts[i].source) is not None],
     )
 
 

@@ -18,17 +18,31 @@ def verdict(
         on_cpu: whether a GPU may decide otherwise.
         exact: false for a lossy verifier, which the text then says first.
     """
-    rows = replays or decode
-    best = max(rows, key=lambda r: r.speedup_predicted)
-    measured = max((r for r in decode if r.speedup_measured), key=lambda r: r.speedup_measured or 0)
+    rows = [row for row in replays or decode if row.speedup_predicted is not None]
+    if not rows:
+        return {
+            "drafting_pays": None,
+            "lookahead": None,
+            "speedup_predicted": None,
+            "reason": None,
+            "text": "No verdict on speed: the target was not loaded, so nothing was timed. Score "
+            "without --mode replay on the machine that will serve it.",
+        }
+    best = max(rows, key=_predicted)
+    measured = max(
+        (r for r in decode if r.speedup_measured),
+        key=lambda r: r.speedup_measured or 0.0,
+        default=None,
+    )
     # Both must say so: a prediction alone may flatter, a short measurement alone may be luck.
-    pays = best.speedup_predicted > 1.0 and (measured.speedup_measured or 0.0) > 1.0
+    pays = _predicted(best) > 1.0 and (measured is None or (measured.speedup_measured or 0) > 1.0)
     text = _text(best, measured, rows, pays)
-    if on_cpu and decode[0].t_verify_ms > 1.2 * decode[0].t_ar_ms:
+    shown = decode[0] if decode else best
+    steps = (shown.t_verify_ms or 0.0) / (shown.t_ar_ms or 1.0)
+    if on_cpu and steps > 1.2:
         text += (
-            f" Here a verification of {decode[0].lookahead + 1} positions takes "
-            f"{decode[0].t_verify_ms / decode[0].t_ar_ms:.1f} plain steps; on a GPU it takes "
-            "little more than one, so score there before deciding for one."
+            f" Here a verification of {shown.lookahead + 1} positions takes {steps:.1f} plain "
+            "steps; on a GPU it takes little more than one, so score there before deciding for one."
         )
     if not exact:
         text = f"LOSSY: the output is not the target's own. {text}"
@@ -36,30 +50,67 @@ def verdict(
         "drafting_pays": pays,
         "lookahead": best.lookahead if pays else None,
         "speedup_predicted": best.speedup_predicted,
+        "reason": None if pays else _reason(best, rows),
         "text": text,
     }
 
 
-def _text(best: "Row", measured: "Row", rows: Sequence["Row"], pays: bool) -> str:
-    reached, needed = best.emitted_per_round or 0.0, best.break_even_emitted_per_round
+def _reason(best: "Row", rows: Sequence["Row"]) -> str:
+    """What keeps drafting from paying, at the lookahead where it is nearest to it."""
+    if not _hopeless(rows):
+        return "acceptance too low"
+    # What a draft that costs nothing would leave.
+    verification = (best.t_verify_ms or 0.0) / (best.t_ar_ms or 1.0)
+    return "verification too slow" if verification > best.lookahead + 1 else "draft too slow"
+
+
+def _hopeless(rows: Sequence["Row"]) -> bool:
+    """Whether not even full acceptance would pay."""
+    return all((r.break_even_emitted_per_round or 0.0) > r.lookahead + 1 for r in rows)
+
+
+def _predicted(row: "Row") -> float:
+    return row.speedup_predicted or 0.0
+
+
+def _text(best: "Row", measured: "Row | None", rows: Sequence["Row"], pays: bool) -> str:
+    reached, needed = best.emitted_per_round or 0.0, best.break_even_emitted_per_round or 0.0
     if pays:
         return (
-            f"Draft with k = {best.lookahead}: {best.speedup_predicted:.2f} times the target's "
-            "tokens per second is predicted on this machine."
+            f"Draft with k = {best.lookahead}: {_predicted(best):.2f} times the target's "
+            "tokens per second is predicted on this machine"
+            + (", though nothing was decoded for real." if measured is None else ".")
         )
-    if best.speedup_predicted > 1.0:
+    if measured is not None and _predicted(best) > 1.0:
         return (
-            f"Do not draft on this machine yet: {best.speedup_predicted:.2f} times is predicted at "
+            f"Do not draft on this machine yet: {_predicted(best):.2f} times is predicted at "
             f"k = {best.lookahead}, but {measured.speedup_measured or 0.0:.2f} was measured at "
             f"k = {measured.lookahead}. Decode for real with -k {best.lookahead} on more prompts."
         )
-    if all(r.break_even_emitted_per_round > r.lookahead + 1 for r in rows):
+    if _hopeless(rows):
         return (
             "Do not draft on this machine: at every lookahead a round costs more plain steps than "
-            "the tokens that it can emit at most. Drafting or verifying must get cheaper first."
+            "the tokens that it can emit at most. Drafting or verifying must get cheaper first"
+            f"{_cheaper(best, best.lookahead + 1.0)}."
         )
+    share = best.break_even_acceptance
+    more = "" if share is None else f" to {share:.0%} of proposals"
     return (
         f"Do not draft on this machine: at its best lookahead, k = {best.lookahead}, a round "
         f"emits {reached:.2f} tokens and costs {needed:.2f} plain steps. Acceptance would "
-        "have to rise, or drafting and verifying get cheaper."
+        f"have to rise{more}, or drafting and verifying get cheaper{_cheaper(best, reached)}."
     )
+
+
+def _cheaper(row: "Row", emitted: float) -> str:
+    """How quick a round that emits so many tokens would have to be."""
+    ar, verify, draft = row.t_ar_ms or 0.0, row.t_verify_ms or 0.0, row.t_draft_ms or 0.0
+    rest = emitted * ar - verify
+    round_ms = (row.break_even_emitted_per_round or 0.0) * ar
+    if rest <= 0 or not draft or round_ms <= verify:
+        return (
+            f": a verification takes {verify:.1f} ms, {emitted:.2f} plain steps {emitted * ar:.1f}"
+        )
+    # Of whatever passes a round has, each would have to be so much quicker.
+    most = draft * rest / (round_ms - verify)
+    return f": a drafter step at most {most:.1f} ms, not {draft:.1f}"

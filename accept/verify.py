@@ -9,6 +9,7 @@ from torch import Tensor
 from draftsmith.accept.warping import Warping, draw
 from draftsmith.data.seeds import derived_seed
 from draftsmith.errors import RequestError
+from draftsmith.recipes.schema import ScoreSettings
 
 NAMES = ("greedy", "sampling", "top_beta")
 
@@ -145,6 +146,12 @@ class Verification:
             )
         if self.beta < 1 or not 0.0 <= self.tau < float("inf"):
             raise RequestError(f"beta {self.beta}, tau {self.tau}: beta is from 1, tau from 0 on")
+
+    @classmethod
+    def of(cls, settings: ScoreSettings, seed: int = 0) -> "Verification":
+        """As a recipe or a command asks for it."""
+        warping = Warping(settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+        return cls(settings.verify, warping, settings.beta, settings.tau, seed)
 
     @property
     def exact(self) -> bool:

@@ -89,7 +89,7 @@ class Bench:
     def replayed(self, texts: Sequence[Sequence[int]]) -> None:
         """Rounds of all texts at all lookaheads."""
         for prompt, text in zip(self.prompts, texts, strict=True):
-            matches = greedy_matches(self.drafter, prompt, text, self.vocabulary)
+            matches = greedy_matches(self.proposer.model, prompt, text, self.vocabulary)
             for k in SWEEP:
                 replay(matches, k, self.limits.max_new_tokens)
 

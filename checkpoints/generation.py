@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, RequestError
 
 if TYPE_CHECKING:
     from draftsmith.checkpoints.slicing import Selection
@@ -72,9 +72,48 @@ def stop_ids(model: Any) -> frozenset[int]:
     """The ids that end a text, from the generation config or the config; one or a list."""
     ids: set[int] = set()
     for config in (model.generation_config, model.config):
-        eos = getattr(config, "eos_token_id", None)
-        ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
+        ids |= _ids(config, "eos_token_id")
     return frozenset(ids)
+
+
+def banned_ids(model: Any) -> frozenset[int]:
+    """The ids that the generation config never lets a text hold."""
+    config = model.generation_config
+    alone = (ids[0] for ids in getattr(config, "bad_words_ids", None) or () if len(ids) == 1)
+    return frozenset(_ids(config, "suppress_tokens") | set(alone))
+
+
+def never_first(model: Any) -> frozenset[int]:
+    """The ids with which the generation config lets no text begin."""
+    return frozenset(_ids(model.generation_config, "begin_suppress_tokens"))
+
+
+def decoder_start(model: Any) -> list[int]:
+    """What the decoder of an encoder–decoder reads before it writes, forced tokens included.
+
+    Raises:
+        RequestError: neither config says with which token it begins.
+    """
+    config = model.generation_config
+    first = [
+        getattr(place, name, None)
+        for place in (config, model.config)
+        for name in ("decoder_start_token_id", "bos_token_id")
+    ]
+    if (begin := next((i for i in first if i is not None), None)) is None:
+        raise RequestError(
+            "generation_config.json: decoder_start_token_id is missing, so it is not known what "
+            "the decoder reads first; take the file from the original checkpoint"
+        )
+    forced = [i for _, i in sorted(getattr(config, "forced_decoder_ids", None) or ())]
+    first_word = sorted(_ids(config, "forced_bos_token_id"))
+    return [begin, *(forced or first_word)]
+
+
+def _ids(config: Any, name: str) -> set[int]:
+    """The ids in a field that holds one, several or none."""
+    found = getattr(config, name, None)
+    return {i for i in (found if isinstance(found, list) else [found]) if i is not None}
 
 
 def compact_generation_config(config: Any, selection: "Selection") -> Any:

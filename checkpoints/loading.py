@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.checkpoints.checksums import verify_checksums
@@ -31,6 +32,25 @@ def load_config(ref: ModelRef) -> Any:
             # transformers leaves some families' default here, whatever the file says.
             config.head_dim = head_dim
         return config
+
+
+@dataclass(frozen=True)
+class Configs:
+    """What a model's files say of it beside its weights."""
+
+    config: Any
+    generation_config: Any
+
+
+def load_configs(ref: ModelRef) -> Configs:
+    """The config, and the generation config, made from the former where there is none."""
+    from transformers import GenerationConfig
+
+    config = load_config(ref)
+    if not (ref.folder / "generation_config.json").is_file() or ref.gguf:
+        return Configs(config, GenerationConfig.from_model_config(config))
+    with one_error(ref):
+        return Configs(config, GenerationConfig.from_pretrained(ref.folder))
 
 
 def load_tokenizer(ref: ModelRef) -> Any:

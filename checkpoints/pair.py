@@ -1,7 +1,7 @@
 """Do a target and a drafter belong together? One check, used before any weight is loaded."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,11 @@ class SharedVocabulary:
             logits = logits.clone()
             logits[..., list(self.holes)] = -math.inf
         return logits
+
+    def without(self, ids: Iterable[int]) -> "SharedVocabulary":
+        """The same but for some ids that must not be said."""
+        gone = {i for i in ids if i < self.size}
+        return SharedVocabulary(self.size, tuple(sorted(gone.union(self.holes))))
 
 
 def own_vocabulary(tokenizer: Any, model_vocab: int) -> SharedVocabulary:

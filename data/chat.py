@@ -24,11 +24,14 @@ class Prompt:
         name: its id in the file, or its number.
         ids: token ids, at least one.
         domain: what kind of prompt it is, for figures by domain.
+        source: what the target's encoder reads, if it has one; `ids` is then what its decoder
+            reads before it writes.
     """
 
     name: str
     ids: tuple[int, ...]
     domain: str = "all"
+    source: tuple[int, ...] | None = None
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -142,7 +145,9 @@ def prompt_inputs(spec: str) -> dict[str, Path]:
     return {} if hub_set(spec) is not None else {spec: prompt_file(spec)}
 
 
-def read_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    spec: str, tokenizer: Any, limit: int | None = None, start: Sequence[int] | None = None
+) -> list[Prompt]:
     """Read prompts as the target would see them.
 
     A row of `prompt` (or of a format of `suites.FORMATS`) is one user turn where the target has a
@@ -152,6 +157,8 @@ def read_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> list[Pr
         spec: a file, a shipped suite, or a set of the hub as `suites.hub_set` takes it.
         tokenizer: the target's.
         limit: use the first prompts only.
+        start: for an encoder–decoder, what its decoder reads before it writes; rows are then what
+            its encoder reads, and none is a chat.
 
     Raises:
         RequestError: there is no such set, it is empty, or a row cannot be used (naming its line).
@@ -166,17 +173,30 @@ def read_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> list[Pr
         )
     if cut := sum(row.more_turns for row in used):
         say(f"note: prompts {spec}: {cut} of {len(used)} rows have further turns, left out")
-    return [Prompt(row.name, _encoded(row, tokenizer), row.domain) for row in used]
+    if start is None:
+        return [Prompt(row.name, _encoded(row, tokenizer), row.domain) for row in used]
+    return [
+        Prompt(row.name, tuple(start), row.domain, _encoded(row, tokenizer, encoder=True))
+        for row in used
+    ]
 
 
-def _encoded(row: Row, tokenizer: Any) -> tuple[int, ...]:
+def _encoded(row: Row, tokenizer: Any, encoder: bool = False) -> tuple[int, ...]:
     try:
-        ids = _row_ids(row, tokenizer)
+        ids = _source_ids(row, tokenizer) if encoder else _row_ids(row, tokenizer)
     except RequestError as error:
         raise RequestError(f"{row.place}: {error}") from None
     if not ids:
         raise RequestError(f"{row.place}: the target's tokenizer makes no token of it; take it out")
     return tuple(ids)
+
+
+def _source_ids(row: Row, tokenizer: Any) -> list[int]:
+    """Ids for an encoder: with the EOS that its tokenizer adds, as it was trained."""
+    if not isinstance(row.content, str):
+        raise RequestError("messages are for chats; an encoder reads one text, as `prompt`")
+    ids: list[int] = tokenizer(row.content)["input_ids"] if row.content.strip() else []
+    return ids
 
 
 def _row_ids(row: Row, tokenizer: Any) -> list[int]:

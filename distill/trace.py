@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.accept.cache import CachedModel, padded_inputs
 from draftsmith.checkpoints.devices import compute_dtype, default_device
 from draftsmith.checkpoints.formats import ModelRef
-from draftsmith.checkpoints.generation import stop_ids
+from draftsmith.checkpoints.generation import banned_ids, stop_ids
 from draftsmith.checkpoints.loading import load_model, load_tokenizer, quiet_transformers
 from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary
 from draftsmith.data.chat import (
@@ -80,7 +80,9 @@ class Writer:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         """Take a loaded target."""
         self.model = CachedModel(model)
-        self.vocabulary: SharedVocabulary = own_vocabulary(tokenizer, model.config.vocab_size)
+        self.vocabulary: SharedVocabulary = own_vocabulary(
+            tokenizer, model.config.vocab_size
+        ).without(banned_ids(model))
         self.stop_ids = stop_ids(model)
         self.pad_id = tokenizer.pad_token_id or 0
 
@@ -287,18 +289,19 @@ def write_batch(
         return []
     settings = job.trace
     # Past its context the target does not speak as it will be served.
-    context = writer.model.context
-    ids = [p for p in ids if len(p) < context]
+    limit = settings.max_new_tokens
+    if (context := writer.model.context) is not None:
+        ids = [p for p in ids if len(p) < context]
+        limit = min(limit, context - max(map(len, ids), default=0))
     if not ids:
         return []
-    room = context - max(map(len, ids))
     samples = [
         Sample(p, sampled=_share(number * settings.batch + i, settings.sampled_share))
         for i, p in enumerate(ids)
     ]
     writer.write(
         samples,
-        min(settings.max_new_tokens, room),
+        limit,
         temperature=settings.temperature,
         generator=generator,
         end=writer.stop_ids,
@@ -349,6 +352,7 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
             "target": target.spec,
             "vocabulary": len(tokenizer.get_vocab()),
             "top_n": job.trace.top_n,
+            "max_new_tokens": job.trace.max_new_tokens,
             "temperature": job.trace.temperature,
             "validation_share": job.trace.validation_share,
         },

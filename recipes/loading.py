@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -17,6 +17,7 @@ from ruamel.yaml.error import YAMLError
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import Recipe
 
+T = TypeVar("T")
 REFERENCE_MARK = "## Every key"
 
 
@@ -78,6 +79,36 @@ def validate(data: Mapping[str, Any]) -> Recipe:
         return _adapter().validate_json(text, strict=True)
     except ValidationError as error:
         raise RequestError("\n".join(_explain(error, data))) from None
+
+
+def settings(stage: type[T], options: Mapping[str, Any]) -> T:
+    """The settings of one stage from a command's options, checked as a recipe's would be.
+
+    Raises:
+        RequestError: naming the option, its value and what would be right.
+    """
+    try:
+        return stage(**options)
+    except ValidationError as error:
+        raise RequestError("\n".join(map(_as_option, _explain(error, options)))) from None
+
+
+def _as_option(problem: str) -> str:
+    """What is wrong with a recipe's key, said of the option of that name."""
+    place, _, rest = problem.partition(": ")
+    name = place.removeprefix("recipe").removeprefix(".").replace("_", "-")
+    return f"--{name}: {rest}" if name else rest
+
+
+def description(stage: type[Any], name: str) -> str:
+    """What a setting is for, as in docs/recipes.md."""
+    return next(_description(f) for f in fields(stage) if f.name == name)
+
+
+def choices(stage: type[Any], name: str) -> tuple[str, ...]:
+    """The words that a setting can be; none if it is no such setting."""
+    kinds = (get_args(f.type)[0] for f in fields(stage) if f.name == name and get_args(f.type))
+    return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from draftsmith.checkpoints.formats import ModelRef, resolve
 from draftsmith.checkpoints.loading import (
     describe,
     load_config,
+    load_configs,
     load_model,
     load_tokenizer,
     quiet_transformers,
@@ -23,7 +24,7 @@ from draftsmith.checkpoints.loading import (
 from draftsmith.checkpoints.pair import check_pair, check_tokenizer_rows
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import Shape, resolve_shape
-from draftsmith.data.chat import prompt_inputs, read_prompts, user_turn
+from draftsmith.data.chat import prompt_inputs, user_turn
 from draftsmith.data.corpus import corpus_files
 from draftsmith.data.files import PARTIAL, fingerprint, publish, storage, write_json, write_text
 from draftsmith.data.progress import say
@@ -121,7 +122,7 @@ def check(run: Run) -> Shape:
         RequestError: the model is missing or of an unknown family, the shape is impossible,
             tokenizers differ, prompts can't be had, or an export is impossible.
     """
-    from draftsmith.accept.score import check_lengths
+    from draftsmith.accept.pairing import prompts_for
     from draftsmith.checkpoints.export import gguf
 
     config = load_config(run.source)
@@ -129,16 +130,15 @@ def check(run: Run) -> Shape:
     require_decoder(family, run.source.spec)
     prune = run.recipe.prune
     shape = resolve_shape(source, asdict(prune.shape), family, prune.axes)
-    target = load_config(run.target)
-    _, target_shape = describe(target, run.target)
+    target = load_configs(run.target)
+    _, target_shape = describe(target.config, run.target)
     check_tokenizer_rows(run.tokenizer, target_shape.vocab, run.recipe.target)
     if run.source != run.target:
         check_pair(run.target, run.source)
         check_tokenizer_rows(run.tokenizer, source.vocab, run.source.spec)
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
-    prompts = read_prompts(run.recipe.score.prompts, run.tokenizer, run.recipe.score.limit)
-    check_lengths(prompts, target.max_position_embeddings)
+    prompts_for(run.target, target, run.tokenizer, run.recipe.score)
     if "gguf" in run.recipe.export.to:
         gguf.preflight(config, family, shape, run.target, run.recipe.export.gguf_type)
     return shape
@@ -312,16 +312,11 @@ def _distill(run: Run, folder: Path) -> None:
 def _score(run: Run, folder: Path) -> None:
     from draftsmith.accept.score import score_drafter
 
-    settings = run.recipe.score
     score = score_drafter(
         run.target,
         resolve(str(run.folder("distilled"))),
-        prompts=settings.prompts,
-        limit=settings.limit,
-        decode_prompts=settings.decode_prompts,
-        max_new_tokens=settings.max_new_tokens,
-        lookaheads=settings.lookahead,
-        replay_lookahead=settings.replay_lookahead,
+        run.recipe.score,
+        seed=run.recipe.seed,
         target_model=run.target_model,
     )
     write_json(folder / SCORE, score.to_plain())
@@ -375,7 +370,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "score",
         "scores",
-        settings=("score",),
+        settings=("seed", "score"),
         inputs=lambda run: prompt_inputs(run.recipe.score.prompts),
         needs=("distilled",),
         work=_score,

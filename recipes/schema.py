@@ -248,12 +248,82 @@ class ScoreSettings:
         Field(description="prompts decoded for real and timed; the others are replayed"),
     ] = None
     max_new_tokens: Annotated[PositiveInt, Field(description="tokens written for each prompt")] = 64
+    stop: Annotated[
+        tuple[str, ...], Field(description="strings that end a text, as the EOS does")
+    ] = ()
     lookahead: Annotated[
         tuple[PositiveInt, ...], Field(min_length=1, description="lookaheads decoded for real")
     ] = (3,)
     replay_lookahead: Annotated[
-        PositiveInt, Field(description="replay scores every lookahead from 1 to this")
+        PositiveInt,
+        Field(
+            description="replay scores every lookahead from 1 to this, or to the largest decoded"
+        ),
     ] = 8
+    mode: Annotated[
+        Literal["both", "decode", "replay"],
+        Field(description="decode for real, replay the target's texts, or both"),
+    ] = "both"
+    batch: Annotated[PositiveInt, Field(description="texts decoded together")] = 1
+    verify: Annotated[
+        Literal["greedy", "sampling", "top_beta"],
+        Field(description="greedy and sampling are exact, top_beta is lossy"),
+    ] = "greedy"
+    temperature: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="of sampling; 0 is greedy")
+    ] = 0.0
+    top_k: Annotated[
+        PositiveInt | None, Field(description="of sampling: so many of the likeliest tokens")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="of sampling: the likeliest tokens that hold this mass"),
+    ] = None
+    min_p: Annotated[
+        Share | None,
+        Field(description="of sampling: tokens with this share of the likeliest's probability"),
+    ] = None
+    samples: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="of sampling: compare so many short texts of every prompt, drawn with and "
+            "without drafts; 0: none",
+        ),
+    ] = 0
+    beta: Annotated[PositiveInt, Field(description="top_beta: among so many likeliest tokens")] = 3
+    tau: Annotated[
+        float,
+        Field(
+            ge=0, allow_inf_nan=False, description="top_beta: within so many nats of the likeliest"
+        ),
+    ] = 1.0
+    confidence: Annotated[
+        Share, Field(description="stop drafting where the drafter is less sure; 0: never")
+    ] = 0.0
+
+    @model_validator(mode="after")
+    def _draws_where_it_draws(self) -> "ScoreSettings":
+        drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        if self.verify != "sampling" and (set_ := {k: v for k, v in drawn.items() if v}):
+            name, value = next(iter(set_.items()))
+            raise ValueError(
+                f"{name} {value}: only verify sampling draws; set verify: sampling, or leave "
+                f"{', '.join(set_)} out"
+            )
+        if self.mode == "replay" and (
+            self.verify == "top_beta" or (self.temperature and self.confidence)
+        ):
+            raise ValueError(
+                "mode replay: what a lossy verifier keeps, or a draft that is drawn and stops when "
+                "unsure, can't be computed from a finished text; use mode: decode"
+            )
+        if self.samples and not self.temperature:
+            raise ValueError(
+                f"samples {self.samples}: there is nothing to compare unless verify: sampling "
+                "draws; set it and a temperature, or leave samples out"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -32,5 +32,6 @@ FAMILY = Family(
             flag="scale_embedding",
         ),
     ),
+    positions="model.decoder.embed_positions",
     auto="AutoModelForSeq2SeqLM",
 )

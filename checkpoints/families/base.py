@@ -181,6 +181,7 @@ class Family:
         tied_head_power: hidden**power multiplies the logits of a tied head only.
         vocab_copies: config fields that repeat the vocabulary -> the flag under which they do.
         head: the projection to the vocabulary.
+        positions: the decoder's table of positions, if it has one and takes no positions.
         auto: transformers' class that loads the family.
         rotated: templates whose rows are rotated by position (q and k).
         gguf: how to write it, or none.
@@ -207,6 +208,7 @@ class Family:
     tied_head_power: float = 0.0
     vocab_copies: Mapping[str, str] = dataclass_field(default_factory=dict)
     head: str = "lm_head"
+    positions: str | None = None
     auto: str = "AutoModelForCausalLM"
     rotated: frozenset[str] = frozenset(
         f"model.layers.{{layer}}.self_attn.{p}_proj.{kind}"

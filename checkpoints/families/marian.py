@@ -36,5 +36,6 @@ FAMILY = Family(
         ),
     ),
     vocab_copies={"vocab_size": "share_encoder_decoder_embeddings"},
+    positions="model.decoder.embed_positions",
     auto="AutoModelForSeq2SeqLM",
 )

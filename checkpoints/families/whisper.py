@@ -25,5 +25,6 @@ FAMILY = Family(
     # Its encoder's sinusoids are built in halves, with a division by the half less one.
     hidden_multiple=4,
     head="proj_out",
+    positions="model.decoder.embed_positions",
     auto="AutoModelForSpeechSeq2Seq",
 )

@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.accept.cache import cached
+from draftsmith.accept.decode import Limits, decode_batch, plain_decode
+from draftsmith.accept.drafters import AutoregressiveDrafter
+from draftsmith.accept.replay import RoundCounts, replay, sampling_acceptance, text_logprobs
+from draftsmith.accept.verify import Verification
+from draftsmith.accept.warping import Warping
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import load_config, load_model, load_tokenizer
+from draftsmith.checkpoints.pair import own_vocabulary
 from draftsmith.checkpoints.shape import shape_of
-from draftsmith.checkpoints.slicing import Selection, compact_model
-from draftsmith.data.chat import user_turn
+from draftsmith.checkpoints.slicing import Selection, compact_model, layers_of
+from draftsmith.data.chat import read_prompts, user_turn
 from draftsmith.prune.masks import applied, hard_masks
 from draftsmith.recipes.inspection import inspect
 from tests.e2e.test_run import command
@@ -137,3 +144,35 @@ def test_quickstart_score_has_the_designed_form(finished: Path) -> None:
     assert row["speedup_measured"] > 0
     assert set(score["by_domain"]) == {"math", "chat", "code"}
     assert score["dtype"] == "float32"
+
+
+def test_sampled_rounds_of_a_real_pair_are_as_replayed(target: Any) -> None:
+    """Expected rounds of texts drawn alone, and rounds of texts drawn with drafts, are alike."""
+    reference = resolve(SMOLLM2)
+    tokenizer = load_tokenizer(reference)
+    vocabulary = own_vocabulary(tokenizer, target.config.vocab_size)
+    small = cached(layers_of(target, families()[target.config.model_type], (*range(20), 29)))
+    whole, warm, k, new = cached(target), Warping(0.7), 3, 10
+    prompts = [p.ids for p in read_prompts("quick", tokenizer, 8) for _ in range(3)]
+    sampling = Verification("sampling", warm)
+    limits = Limits(new)
+    rows = decode_batch(
+        whole,
+        AutoregressiveDrafter(small, vocabulary, limits.stop_ids, warm),
+        prompts,
+        k,
+        limits,
+        vocabulary,
+        verifiers=[sampling.verifier(i) for i in range(len(prompts))],
+        seeds=[sampling.draft_seed(i) for i in range(len(prompts))],
+    )
+    real = torch.tensor([float(len(row.rounds)) for row in rows])
+    expected = []
+    for i, prompt in enumerate(prompts):
+        text = plain_decode(whole, prompt, limits, vocabulary, warm, sampling.plain_seed(i)).tokens
+        logprobs = text_logprobs(whole, prompt, text, vocabulary, warm)
+        w = sampling_acceptance(small, prompt, text, logprobs, vocabulary, warm)
+        expected.append(replay(w, k, new).rounds)
+    difference = real - torch.tensor(expected)
+    assert RoundCounts.of_rounds([r for row in rows for r in row.rounds], k).accepted > 0
+    assert abs(float(difference.mean())) < 3 * float(difference.std()) / len(prompts) ** 0.5

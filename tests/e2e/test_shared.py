@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.accept.cache import cached
+from draftsmith.accept.decode import Limits, greedy_decode, speculative_decode
+from draftsmith.accept.drafters import AutoregressiveDrafter
+from draftsmith.accept.replay import RoundCounts, greedy_matches, replay
 from draftsmith.checkpoints.formats import ModelRef, resolve
+from draftsmith.checkpoints.generation import decoder_start, never_first, stop_ids
 from draftsmith.checkpoints.loading import describe, load_config, load_model, load_tokenizer
+from draftsmith.checkpoints.pair import own_vocabulary
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import resolve_shape
-from draftsmith.checkpoints.slicing import Selection, compact_model
+from draftsmith.checkpoints.slicing import Selection, compact_model, layers_of
 from draftsmith.checkpoints.streaming import compact_checkpoint
 from draftsmith.data.chat import read_prompts
 from draftsmith.data.corpus import corpus_files, read_texts
@@ -46,6 +52,42 @@ def test_real_prompts_go_through_the_template_once(shared: Path, name: str) -> N
         text = tokenizer.decode(list(prompt.ids))
         assert text.count("<|im_start|>assistant") == 1
         assert text.count("<|im_start|>user") == 1
+
+
+def test_A6_greedy_tokens_are_those_of_transformers_on_fifty_real_prompts(shared: Path) -> None:
+    """SmolLM2 with four of its own layers: alone, with our drafts and with transformers' own."""
+    reference = resolve(SMOLLM2)
+    model, tokenizer = load_model(reference), load_tokenizer(reference)
+    small = layers_of(model, describe(model.config, reference)[0], (0, 1, 24, 29))
+    small.generation_config.update(
+        num_assistant_tokens=4,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    vocabulary = own_vocabulary(tokenizer, model.config.vocab_size)
+    limits = Limits(6, stop_ids(model))
+    target = cached(model)
+    drafter = AutoregressiveDrafter(cached(small), vocabulary, limits.stop_ids)
+    prompts = [
+        prompt
+        for name in ("gsm8k", "humaneval")
+        for prompt in read_prompts(
+            str(shared / "data" / "prompts" / f"{name}.jsonl"), tokenizer, 25
+        )
+    ]
+    assert len(prompts) == 50
+    for prompt in prompts:
+        ids = torch.tensor([prompt.ids])
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=small,
+            max_new_tokens=6,
+            do_sample=False,
+        )[0, len(prompt.ids) :].tolist()
+        ours = speculative_decode(target, drafter, prompt.ids, 4, limits, vocabulary)
+        plain = greedy_decode(target, prompt.ids, limits, vocabulary)
+        assert ours.tokens == plain.tokens == theirs, prompt.name
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +167,33 @@ def test_the_corpus_recipe_runs(shared: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = TraceStore(tmp_path / "runs" / "smollm2-redpajama" / "traces").rows("train")
     assert sum(len(r.answer) for r in rows) >= 150
+
+
+def test_whisper_is_drafted_for_by_two_of_its_decoder_layers(
+    whisper: ModelRef, speech: torch.Tensor
+) -> None:
+    """One encoder, which reads once; the transcription is the target's own, and transformers'."""
+    model, tokenizer = load_model(whisper), load_tokenizer(whisper)
+    family, _ = describe(model.config, whisper)
+    small = cached(layers_of(model, family, (0, 3)))
+    target = cached(model)
+    assert small.borrow_encoder(target)
+    passes: list[int] = []
+    hook = model.get_encoder().register_forward_hook(lambda *_: passes.append(1))
+    vocabulary = own_vocabulary(tokenizer, model.config.vocab_size)
+    limits = Limits(40, stop_ids(model), never_first=never_first(model))
+    start, source = decoder_start(model), speech[0]
+    plain = greedy_decode(target, start, limits, vocabulary, source)
+    assert "Ever tried, ever failed. No matter, try again." in tokenizer.decode(plain.tokens)
+    words = [t for t in transcribed(model, speech)[0].tolist() if t not in (*start, 50256)]
+    assert [t for t in plain.tokens if t != 50256][: len(words)] == words
+    passes.clear()
+    drafter = AutoregressiveDrafter(small, vocabulary, limits.stop_ids)
+    for k in (1, 4):
+        drafted = speculative_decode(target, drafter, start, k, limits, vocabulary, source=source)
+        assert drafted.tokens == plain.tokens
+        matches = greedy_matches(small, start, plain.tokens, vocabulary, source)
+        assert replay(matches, k, 40).rounds == RoundCounts.of_rounds(drafted.rounds, k).rounds
+    hook.remove()
+    # Once for each text, and once for each replay, which knows nothing of the target's pass.
+    assert len(passes) == 4

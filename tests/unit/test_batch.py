@@ -160,7 +160,7 @@ def test_replay_of_sampled_texts_agrees_with_real_rounds() -> None:
         real.append(len(row.rounds))
         text = plain_decode(CachedModel(target), prompt, limits, ALL, WARM, seed=seed).tokens
         logprobs = logprobs_of(target, prompt, text)
-        w = sampling_acceptance(drafter, prompt, text, logprobs, ALL, WARM)
+        w = sampling_acceptance(CachedModel(drafter), prompt, text, logprobs, ALL, WARM)
         replayed.append(replay(w, k, limit=12).rounds)
     spread = np.sqrt(np.var(real, ddof=1) / len(real) + np.var(replayed, ddof=1) / len(replayed))
     assert abs(np.mean(real) - np.mean(replayed)) < 4 * spread
@@ -178,7 +178,9 @@ def logprobs_of(model: Any, prompt: Sequence[int], text: Sequence[int]) -> list[
 def test_a_target_replayed_on_itself_is_always_accepted() -> None:
     target, (prompt,) = make_model(), prompts([4])
     text = plain_decode(CachedModel(target), prompt, Limits(12), ALL, WARM, seed=3).tokens
-    w = sampling_acceptance(target, prompt, text, logprobs_of(target, prompt, text), ALL, WARM)
+    w = sampling_acceptance(
+        CachedModel(target), prompt, text, logprobs_of(target, prompt, text), ALL, WARM
+    )
     assert w == pytest.approx(1.0, abs=1e-4)
 
 
@@ -357,10 +359,10 @@ def test_acceptance_of_sampled_texts_by_hand() -> None:
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([[*prompt, *text[:-1]]])).logits[0, 2:, :-1]
     q = float(warping.probabilities(logits)[0, 8])
-    w = sampling_acceptance(model, prompt, text, np.zeros(3), small, warping)
+    w = sampling_acceptance(CachedModel(model), prompt, text, np.zeros(3), small, warping)
     assert w[0] == pytest.approx(q, abs=1e-6)
     assert w[1] == 0.0
-    w = sampling_acceptance(model, prompt, text, np.full(3, -50.0), small, warping)
+    w = sampling_acceptance(CachedModel(model), prompt, text, np.full(3, -50.0), small, warping)
     assert w.tolist() == [1.0, 0.0, 1.0]
 
 
@@ -370,9 +372,9 @@ def test_logprobs_of_sampled_texts_by_hand() -> None:
     with torch.inference_mode():
         p_V = warping.probabilities(model(input_ids=torch.tensor([prompt])).logits[0, -1:])[0]
     likely, unlikely = int(p_V.argmax()), int(p_V.argmin())
-    found = text_logprobs(model, prompt, [likely], ALL, warping)
+    found = text_logprobs(CachedModel(model), prompt, [likely], ALL, warping)
     assert found[0] == pytest.approx(float(p_V[likely].log()), abs=1e-4)
-    found = text_logprobs(model, prompt, [unlikely], ALL, warping)
+    found = text_logprobs(CachedModel(model), prompt, [unlikely], ALL, warping)
     assert np.isfinite(found).all()
     assert found[0] < -80
 
@@ -417,8 +419,8 @@ def test_A26_padding_columns_have_no_say_whatever_their_logits() -> None:
         )
         texts.append([row.tokens for row in rows])
         (prompt,) = prompts([4])
-        logprobs = text_logprobs(target, prompt, [8, 9, 10], shared, WARM)
-        w = sampling_acceptance(drafter, prompt, [8, 9, 10], logprobs, shared, WARM)
+        logprobs = text_logprobs(CachedModel(target), prompt, [8, 9, 10], shared, WARM)
+        w = sampling_acceptance(CachedModel(drafter), prompt, [8, 9, 10], logprobs, shared, WARM)
         acceptance.append(w.tolist())
     assert texts[0] == texts[1]
     assert acceptance[0] == acceptance[1]

@@ -138,6 +138,25 @@ def test_a_missing_drafter(cli: Cli, save: Any, tiny: Any) -> None:
     assert "no drafter: there is no such folder or file" in message
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--verify", "exact"), "--verify: \"exact\": input should be 'greedy', 'sampling'"),
+        (("--temperature", "0.7"), "temperature 0.7: only verify sampling draws"),
+        (("--top-p", "0"), "--top-p: 0.0: input should be greater than 0"),
+        (("--mode", "replay", "--verify", "top_beta"), "what a lossy verifier keeps"),
+        (("--samples", "9"), "samples 9: there is nothing to compare unless verify: sampling"),
+        (("--traces", "nowhere"), "nowhere: no trace store here"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_score_settings_are_those_of_recipes(
+    cli: Cli, save: Any, tiny: Any, options: tuple[str, ...], message: str
+) -> None:
+    folder = str(save(tiny))
+    assert message in refused(cli, "score", folder, "--target", folder, *options)
+
+
 def test_a_json_file_in_no_folder(cli: Cli) -> None:
     message = refused(cli, "score", "a", "--target", "b", "--json", "none/out.json")
     assert "there is no folder none" in message

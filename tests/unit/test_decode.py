@@ -107,7 +107,9 @@ def test_decoding_is_exact_and_replay_counts_its_rounds(
     reference = plain(target, prompt, limits)
     result = draft(target, drafter, prompt, k, limits)
     assert result.tokens == reference.tokens
-    counts = replay(greedy_matches(drafter, prompt, reference.tokens, ALL), k, limit=new)
+    counts = replay(
+        greedy_matches(CachedModel(drafter), prompt, reference.tokens, ALL), k, limit=new
+    )
     assert counts.rounds == len(result.rounds)
     assert counts.accepted == sum(r.accepted for r in result.rounds)
     assert counts.emitted == sum(r.emitted for r in result.rounds) == len(result.tokens)
@@ -124,7 +126,7 @@ class Scripted:
         self.script, self.context = list(script), context
         self.lengths = [0]
 
-    def reset(self, rows: int = 1) -> None:
+    def reset(self, rows: int = 1, sources: Any = ()) -> None:
         assert rows == 1
         self.lengths = [0]
 
@@ -214,7 +216,9 @@ def test_a_text_may_fill_the_context(tiny: Any) -> None:
     result = draft(target, drafter, prompt, 4, Limits(64))
     assert result.tokens == reference.tokens
     assert len(result.tokens) == 12
-    counts = replay(greedy_matches(drafter, prompt, reference.tokens, ALL), 4, limit=12)
+    counts = replay(
+        greedy_matches(CachedModel(drafter), prompt, reference.tokens, ALL), 4, limit=12
+    )
     assert counts.rounds == len(result.rounds)
     assert counts.accepted == sum(r.accepted for r in result.rounds)
 
@@ -359,7 +363,7 @@ def test_counts_of_short_drafts_and_of_both_texts() -> None:
     counts = RoundCounts.of_rounds(rounds, lookahead=4)
     assert counts.full == 1
     both = counts + RoundCounts.of_rounds(rounds[:1], lookahead=4)
-    assert both == RoundCounts(4, 3, 10, 13, 2, [3.0, 3.0, 2.0, 2.0])
+    assert both == RoundCounts(4, 3, 10, 13, 2, [3.0, 3.0, 2.0, 2.0], proposed=10)
 
 
 def test_seconds_are_those_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from draftsmith.accept.verify import Verification
 from draftsmith.accept.warping import Warping
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.errors import RequestError
+from draftsmith.recipes.schema import ScoreSettings
 from tests.conftest import make_model, make_tokenizer
 
 KEYS = [
@@ -50,15 +51,13 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def scored(target: Path, drafter: Path, prompts: Path, **changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "prompts": str(prompts),
-        "limit": None,
-        "decode_prompts": 3,
-        "max_new_tokens": 16,
-        "lookaheads": (2, 4),
-        "replay_lookahead": 4,
-    }
-    return score_drafter(resolve(str(target)), resolve(str(drafter)), **(arguments | changes))
+    settings = asked(prompts, **({"decode_prompts": 3, "lookahead": (2, 4)} | changes))
+    return score_drafter(resolve(str(target)), resolve(str(drafter)), settings, seed=3)
+
+
+def asked(prompts: Path, **changes: Any) -> ScoreSettings:
+    short: dict[str, Any] = {"max_new_tokens": 16, "lookahead": (3,), "replay_lookahead": 4}
+    return ScoreSettings(prompts=str(prompts), **(short | changes))
 
 
 def test_form_and_figures(save: Callable[..., Path], prompts: Path) -> None:
@@ -110,7 +109,7 @@ def test_form_and_figures(save: Callable[..., Path], prompts: Path) -> None:
 
 def test_the_target_as_its_own_drafter(save: Callable[..., Path], prompts: Path) -> None:
     folder = save(make_model())
-    row = scored(folder, folder, prompts, lookaheads=(3,)).decode[0]
+    row = scored(folder, folder, prompts, lookahead=(3,)).decode[0]
     assert row.acceptance_rate == 1.0
     assert row.per_position[0] > 0.7
 
@@ -127,7 +126,7 @@ def test_A2_is_told_before_any_weight_is_loaded(
     vocab[a], vocab[b] = 8, 7
     (drafter / "tokenizer.json").write_text(json.dumps(plain))
     monkeypatch.setattr(
-        "draftsmith.accept.score.load_model", lambda *a: pytest.fail("weights were loaded")
+        "draftsmith.accept.pairing.load_model", lambda *a: pytest.fail("weights were loaded")
     )
     with pytest.raises(RequestError) as error:
         scored(target, drafter, prompts)
@@ -183,7 +182,7 @@ def test_cost_model_by_hand() -> None:
     together = 2 * (20 + 4 + 2 * 2) + 28 * (3 * 2 + 12) + 4 * 0.5
     load = Load(prefills=2, steps=counts.emitted, rounds=counts.rounds, full=counts.full)
     assert LATENCY.speedup(load, 3) == pytest.approx(alone / together)
-    assert LATENCY.break_even(3) == pytest.approx(1.8)
+    assert LATENCY.round_seconds(3) / LATENCY.ar == pytest.approx(1.8)
 
 
 def test_break_even_acceptance() -> None:
@@ -225,6 +224,11 @@ def test_verdicts() -> None:
     assert "emits 1.20 tokens and costs 1.50 plain steps" in weak["text"]
     slow = verdict([row(1.2, 5.0, 0.3, 0.3)], [row(1.2, 5.0, 0.3, None)], on_cpu=True)
     assert "at every lookahead a round costs more" in slow["text"]
+    assert [pays["reason"], weak["reason"], slow["reason"]] == [
+        None,
+        "acceptance too low",
+        "draft too slow",
+    ]
     # A flattering prediction alone is not enough.
     assert not verdict([row(2, 1.5, 1.3, 0.9)], [row(2, 1.5, 1.3, None)], on_cpu=True)[
         "drafting_pays"
@@ -248,7 +252,7 @@ def test_table_fits_a_hundred_columns(save: Callable[..., Path], prompts: Path) 
 
 def test_a_lookahead_named_twice_counts_once(save: Callable[..., Path], prompts: Path) -> None:
     folder = save(make_model())
-    assert [r.lookahead for r in scored(folder, folder, prompts, lookaheads=(2, 2)).decode] == [2]
+    assert [r.lookahead for r in scored(folder, folder, prompts, lookahead=(2, 2)).decode] == [2]
 
 
 def test_a_prediction_that_the_measurement_does_not_bear_out() -> None:
@@ -292,8 +296,8 @@ def test_sampling_is_scored_by_real_decoding_and_by_replay(
 ) -> None:
     target = save(make_model(), name="target")
     drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
-    sampling = Verification("sampling", Warping(0.8, top_k=20), seed=3)
-    score = scored(target, drafter, prompts, verification=sampling, decode_prompts=None)
+    sampling = {"verify": "sampling", "temperature": 0.8, "top_k": 20, "decode_prompts": None}
+    score = scored(target, drafter, prompts, **sampling)
     plain = json.loads(json.dumps(score.to_plain(), allow_nan=False))
     assert (plain["verify"], plain["temperature"], plain["lossless"]) == ("sampling", 0.8, True)
     assert plain["settings"]["top_k"] == 20
@@ -306,7 +310,7 @@ def test_sampling_is_scored_by_real_decoding_and_by_replay(
     text = shown(score)
     assert "temperature 0.8" in text
     assert "Sampled texts can't be compared" in text
-    again = scored(target, drafter, prompts, verification=sampling, decode_prompts=None)
+    again = scored(target, drafter, prompts, **sampling)
     assert [r.accepted for r in again.decode] == [r.accepted for r in score.decode]
 
 
@@ -314,7 +318,7 @@ def test_the_target_samples_with_itself_at_full_acceptance(
     save: Callable[..., Path], prompts: Path
 ) -> None:
     folder = save(make_model())
-    score = scored(folder, folder, prompts, verification=Verification("sampling", Warping(1.0)))
+    score = scored(folder, folder, prompts, verify="sampling", temperature=1.0)
     assert score.decode[0].acceptance_rate == 1.0
     assert score.replay[1].accepted_per_round == pytest.approx(
         score.decode[0].accepted_per_round, abs=0.3
@@ -324,8 +328,7 @@ def test_the_target_samples_with_itself_at_full_acceptance(
 def test_lossy_results_say_so_everywhere(save: Callable[..., Path], prompts: Path) -> None:
     target = save(make_model(), name="target")
     drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
-    lossy = Verification("top_beta", beta=30, tau=9.0)
-    score = scored(target, drafter, prompts, verification=lossy)
+    score = scored(target, drafter, prompts, verify="top_beta", beta=30, tau=9.0)
     plain = json.loads(json.dumps(score.to_plain(), allow_nan=False))
     assert plain["lossless"] is False
     assert plain["replay"] == []
@@ -358,34 +361,40 @@ def test_texts_scored_together_are_those_alone(
 
 def test_prompt_lookup_needs_no_drafter(save: Callable[..., Path], prompts: Path) -> None:
     target = resolve(str(save(make_model())))
-    score = score_drafter(
-        target,
-        "prompt-lookup",
-        prompts=str(prompts),
-        limit=None,
-        decode_prompts=None,
-        max_new_tokens=16,
-        lookaheads=(3,),
-        replay_lookahead=4,
-    )
+    score = score_drafter(target, "prompt-lookup", asked(prompts))
     assert score.lossless
-    assert (score.drafter, score.replay) == ("prompt-lookup", [])
+    assert score.drafter == "prompt-lookup"
+    # Nothing is drawn, so its rounds are replayed from where they begin: the very same ones.
+    replayed = score.replay[2]
+    for key in ("rounds", "proposed", "accepted", "emitted", "per_position"):
+        assert getattr(replayed, key) == getattr(score.decode[0], key)
     assert score.kv_bytes_per_token == {"target": 2 * 4 * 4 * 2 * 8, "drafter": None}
     assert set(score.by_domain) == {"a", "b"}
     shown(score)
 
 
-def test_adaptive_drafts_are_not_replayed(save: Callable[..., Path], prompts: Path) -> None:
-    folder = save(make_model())
-    score = scored(folder, folder, prompts, confidence=0.2)
+def test_adaptive_drafts_are_replayed_from_where_their_rounds_begin(
+    save: Callable[..., Path], prompts: Path
+) -> None:
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
+    score = scored(target, drafter, prompts, confidence=0.2, decode_prompts=None)
     assert score.lossless
-    assert score.replay == []
+    assert [row.lookahead for row in score.replay] == [1, 2, 3, 4]
+    assert score.decode[1].proposed < 4 * score.decode[1].rounds
+    for row in score.decode:
+        twin = score.replay[row.lookahead - 1]
+        for key in ("rounds", "proposed", "accepted", "emitted", "per_position"):
+            assert getattr(row, key) == getattr(twin, key)
+    # Drawn ones stop elsewhere each time.
+    drawn = {"verify": "sampling", "temperature": 1.0, "confidence": 0.2}
+    assert scored(target, drafter, prompts, **drawn).replay == []
 
 
 def test_a_stop_string_ends_both_ways_of_decoding(save: Callable[..., Path], prompts: Path) -> None:
     target = save(make_model(initializer_range=0.3), name="target")
     drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
-    score = scored(target, drafter, prompts, stop_strings=("e",))
+    score = scored(target, drafter, prompts, stop=("e",))
     assert score.lossless
     assert score.decode[0].emitted <= scored(target, drafter, prompts).decode[0].emitted
 
@@ -415,23 +424,15 @@ def test_load_of_batches_by_hand() -> None:
 
 def test_some_layers_of_the_target_draft_for_it(save: Callable[..., Path], prompts: Path) -> None:
     target = resolve(str(save(make_model())))
-    figures: dict[str, Any] = {
-        "prompts": str(prompts),
-        "limit": None,
-        "decode_prompts": None,
-        "max_new_tokens": 16,
-        "lookaheads": (3,),
-        "replay_lookahead": 4,
-    }
-    score = score_drafter(target, "skip-layers:0,1,3", **figures)
+    score = score_drafter(target, "skip-layers:0,1,3", asked(prompts))
     assert score.lossless
     assert score.decode[0].rounds == score.replay[2].rounds
     assert score.kv_bytes_per_token["drafter"] == 2 * 4 * 3 * 2 * 8
-    whole = score_drafter(target, "skip-layers:0,1,2,3", **figures)
+    whole = score_drafter(target, "skip-layers:0,1,2,3", asked(prompts))
     assert whole.decode[0].acceptance_rate == 1.0
     for wrong in ("skip-layers:", "skip-layers:3,1", "skip-layers:0,4", "skip-layers:a"):
         with pytest.raises(RequestError, match="ascending numbers from 0 to 3"):
-            score_drafter(target, wrong, **figures)
+            score_drafter(target, wrong, asked(prompts))
 
 
 def test_A7_low_precision_is_stated_and_its_near_ties_are_told_from_faults() -> None:
@@ -459,9 +460,8 @@ def test_A7_low_precision_is_stated_and_its_near_ties_are_told_from_faults() -> 
             Prompt(ids=tuple(ids), name=str(i), domain="d")
             for i, ids in enumerate(random_prompts(range(3, 9)))
         ],
-        lookaheads=(1, 4),
-        replay_lookahead=2,
-        verification=Verification(),
+        ScoreSettings(lookahead=(1, 4), replay_lookahead=2),
+        Verification(),
         names={"target": "t", "drafter": "d", "dtype": "bfloat16", "machine": {}, "prompts": "p"},
     )
     assert score.dtype == "bfloat16"
@@ -477,16 +477,15 @@ def test_A7_low_precision_is_stated_and_its_near_ties_are_told_from_faults() -> 
 def judged(k: int, predicted: float, measured: float | None = None, **changes: Any) -> Row:
     figures: dict[str, Any] = dict.fromkeys(("rounds", "accepted", "t_draft_ms"), 1.0)
     figures |= {"t_ar_ms": 10.0, "t_verify_ms": 10.0, "break_even_emitted_per_round": 1.9}
+    figures |= {"emitted_per_round": 2.0, "break_even_acceptance": 0.3}
     return Row(
         **(figures | changes),
         lookahead=k,
         proposed=3,
         emitted=2,
         accepted_per_round=1.0,
-        emitted_per_round=2.0,
         acceptance_rate=0.3,
         per_position=[0.5] * k,
-        break_even_acceptance=0.3,
         speedup_predicted=predicted,
         speedup_measured=measured,
     )
@@ -538,9 +537,9 @@ class Recorder(CachedModel):
         self.fed: list[tuple[int, int, int]] = []
         super().__init__(model)
 
-    def feed_rows(self, texts: Any, *, keep: int = 0) -> list[torch.Tensor]:
+    def feed_rows(self, texts: Any, *, keep: int = 0, block: int = 0) -> list[torch.Tensor]:
         self.fed.append((len(texts), self.length, len(texts[0])))
-        return super().feed_rows(texts, keep=keep)
+        return super().feed_rows(texts, keep=keep, block=block)
 
 
 @pytest.mark.parametrize("answer", [[7], [7, 8, 9, 10]], ids=len)
@@ -554,3 +553,138 @@ def test_forwards_are_timed_in_the_middle_of_an_answer(answer: list[int]) -> Non
     prompt = [(2, 0, 3), (2, 3, half)]
     assert target.fed[-5:] == [*prompt, (2, full, 1), (2, full, 3), (2, full, 5)]
     assert drafter.fed[-4:] == [*prompt, (2, full, 1), (2, full, 2)]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "marian"])
+def test_encoder_decoders_are_scored(family: str, save: Callable[..., Path], prompts: Path) -> None:
+    """Rows are what the encoder reads; the pair shares no weight, or all of its encoder."""
+    target_model = make_model(family)
+    target, tokenizer = save(target_model, make_tokenizer(template=None), "target"), make_tokenizer
+    drafter = save(make_model(family, seed=1), tokenizer(template=None), "drafter")
+    score = scored(target, drafter, prompts, decode_prompts=None)
+    assert score.lossless
+    assert set(score.by_domain) == {"a", "b"}
+    for row in score.decode:
+        twin = score.replay[row.lookahead - 1]
+        assert (row.rounds, row.accepted) == (twin.rounds, twin.accepted)
+        assert row.identical_tokens == row.compared_tokens == row.emitted
+    for spec in ("prompt-lookup", "skip-layers:0,2"):
+        other = score_drafter(resolve(str(target)), spec, asked(prompts))
+        assert other.lossless
+        assert other.decode[0].rounds == other.replay[2].rounds
+    assert (
+        score_drafter(resolve(str(target)), "skip-layers:0,1,2,3", asked(prompts))
+        .decode[0]
+        .acceptance_rate
+        == 1.0
+    )
+
+
+def test_a_source_longer_than_the_encoder_is_named(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain = make_tokenizer(template=None)
+    folder = save(make_model("bart", max_position_embeddings=8), plain)
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text('{"text": "how"}\n{"id": "long", "text": "how many apples are left"}\n')
+    with pytest.raises(RequestError, match=r"prompt long: \d+ tokens .* context of 8"):
+        scored(folder, folder, prompts)
+    prompts.write_text('{"id": "none", "text": " "}\n')
+    with pytest.raises(RequestError, match="is empty; fill it in"):
+        scored(folder, folder, prompts)
+
+
+def test_a_target_that_hears_takes_no_text(save: Callable[..., Path], prompts: Path) -> None:
+    folder = save(make_model("whisper"), make_tokenizer(template=None))
+    with pytest.raises(RequestError, match="hears sound, and prompts are text"):
+        scored(folder, folder, prompts)
+
+
+def test_a_drafter_says_in_its_config_that_it_drafts_blocks(
+    save: Callable[..., Path], prompts: Path
+) -> None:
+    target = save(make_model(), name="target")
+    model = make_model(seed=1, num_hidden_layers=2)
+    model.config.block_drafting = {"size": 4, "mask_id": 90}
+    score = scored(target, save(model, name="drafter"), prompts, decode_prompts=None)
+    assert score.lossless
+    for row in score.decode:
+        twin = score.replay[row.lookahead - 1]
+        assert (row.rounds, row.proposed) == (twin.rounds, twin.proposed)
+    model.config.block_drafting = {"size": 0, "mask_id": 90}
+    with pytest.raises(RequestError, match=r"block_drafting is .* it holds size"):
+        scored(target, save(model, name="wrong"), prompts)
+
+
+def test_a_block_costs_one_pass_however_long_it_is() -> None:
+    from dataclasses import replace
+
+    block = replace(LATENCY, one_pass=True)
+    assert block.round_seconds(3) == pytest.approx(2e-3 + 12e-3)
+    assert LATENCY.round_seconds(3, passes=1.5) == pytest.approx(3e-3 + 12e-3)
+    load = Load(prefills=1, steps=11, rounds=4, full=0)
+    # Prompt of both, whose drafter's pass holds the first block, and three more rounds.
+    assert block.speedup(load, 3) == pytest.approx((20 + 100) / (20 + 4 + 3 * 14))
+
+
+def test_generation_settings_hold_for_target_and_drafter(
+    save: Callable[..., Path], prompts: Path
+) -> None:
+    """Tokens that are never said, or never first, by whoever says them."""
+    model = make_model()
+    free = scored(save(model, name="free"), save(model, name="d"), prompts)
+    said = [t["token"] for t in free.rejected]
+    assert said == []
+    from draftsmith.accept.pairing import Request
+
+    target = save(model, name="target")
+    path = target / "generation_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(
+            config
+            | {"suppress_tokens": [30], "bad_words_ids": [[31], [32, 33]]}
+            | {"begin_suppress_tokens": [34]}
+        )
+    )
+    pair = Request.of(resolve(str(target)), resolve(str(target))).load(asked(prompts))
+    assert {30, 31} <= set(pair.allowed.holes)
+    assert {30, 31} <= set(pair.shared.holes)
+    assert 32 not in pair.allowed.holes
+    assert pair.limits.never_first == {34}
+    opened = pair.limits.open(torch.zeros(3, 96), emitted=0)
+    assert torch.isneginf(opened).nonzero().tolist() == [[0, 34]]
+    assert not torch.isneginf(pair.limits.open(torch.zeros(3, 96), emitted=1)).any()
+
+
+@pytest.mark.parametrize(
+    ("emitted", "draft_ms", "verify_ms", "reason", "told"),
+    [
+        (2.0, 4.0, 12.0, "acceptance too low", "a drafter step at most 2.7 ms, not 4.0"),
+        (2.0, 12.0, 12.0, "draft too slow", "a drafter step at most 9.3 ms, not 12.0"),
+        (2.0, 1.0, 45.0, "verification too slow", "a verification takes 45.0 ms"),
+        (1.1, 4.0, 12.0, "acceptance too low", "a verification takes 12.0 ms, 1.10 plain steps"),
+    ],
+)
+def test_the_verdict_says_what_would_have_to_change(
+    emitted: float, draft_ms: float, verify_ms: float, reason: str, told: str
+) -> None:
+    """K = 3 and a plain step of 10 ms: the draft may take what the emitted tokens leave."""
+    from draftsmith.accept.verdict import verdict
+
+    needed = (3 * draft_ms + verify_ms) / 10.0
+    row = judged(
+        3,
+        0.9,
+        0.9,
+        emitted_per_round=emitted,
+        t_draft_ms=draft_ms,
+        t_verify_ms=verify_ms,
+        break_even_emitted_per_round=needed,
+        break_even_acceptance=break_even_acceptance(needed, 3),
+    )
+    found = verdict([row], [], on_cpu=False)
+    assert (found["drafting_pays"], found["reason"]) == (False, reason)
+    assert told in found["text"]
+    if reason == "acceptance too low":
+        assert "to 47% of proposals" in found["text"]

@@ -1,0 +1,197 @@
+"""From names to a loaded target and drafter, and to prompts that both can read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.accept.cache import CachedModel, cached
+from draftsmith.accept.decode import Limits
+from draftsmith.accept.trial import Block, Pair, Proposing
+from draftsmith.checkpoints.families import family_of
+from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.checkpoints.generation import banned_ids, decoder_start, never_first, stop_ids
+from draftsmith.checkpoints.loading import (
+    Configs,
+    describe,
+    load_config,
+    load_configs,
+    load_model,
+    load_tokenizer,
+)
+from draftsmith.checkpoints.pair import PairCheck, check_pair, context_of, own_vocabulary
+from draftsmith.data.chat import Prompt, read_prompts
+from draftsmith.data.progress import say
+from draftsmith.errors import RequestError
+from draftsmith.recipes.schema import ScoreSettings
+
+# A drafter that is no model: it copies from the text.
+PROMPT_LOOKUP = "prompt-lookup"
+# A drafter that is some layers of the target, as skip-layers:0,1,28,29.
+SKIP_LAYERS = "skip-layers:"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A pair that was checked before any weight is loaded.
+
+    Attributes:
+        target: the target.
+        drafter: a model; or `PROMPT_LOOKUP`, or `SKIP_LAYERS` and numbers.
+        check: what they have in common.
+        tokenizer: the target's.
+        configs: the target's.
+    """
+
+    target: ModelRef
+    drafter: ModelRef | str
+    check: PairCheck
+    tokenizer: Any
+    configs: Configs
+
+    @classmethod
+    def of(cls, target: ModelRef, drafter: ModelRef | str) -> "Request":
+        """Check that they belong together.
+
+        Raises:
+            RequestError: they don't, or a layer is asked for that the target lacks.
+        """
+        check = check_pair(target, target if isinstance(drafter, str) else drafter)
+        if isinstance(drafter, str):
+            kept_layers(drafter, describe(load_config(target), target)[1].layers)
+        for note in check.notes:
+            say(f"note: {note}")
+        return cls(target, drafter, check, load_tokenizer(target), load_configs(target))
+
+    @property
+    def names(self) -> dict[str, str]:
+        """How the user named them."""
+        drafter = self.drafter
+        return {
+            "target": self.target.spec,
+            "drafter": drafter if isinstance(drafter, str) else drafter.spec,
+        }
+
+    def load(self, settings: ScoreSettings, target_model: Any = None) -> Pair:
+        """Load both.
+
+        Args:
+            settings: limits of the texts and how sure a draft must be.
+            target_model: the target, if it is loaded already.
+        """
+        model = target_model if target_model is not None else load_model(self.target)
+        target, banned = cached(model), banned_ids(model)
+        drafter = self._drafter(model)
+        if drafter is not None:
+            drafter.borrow_encoder(target)
+        decode = self.tokenizer.decode
+        return Pair(
+            target=target,
+            drafter=drafter,
+            shared=self.check.shared.without(banned),
+            allowed=own_vocabulary(self.tokenizer, self.check.target_rows).without(banned),
+            limits=Limits(
+                settings.max_new_tokens,
+                stop_ids(model),
+                stop_strings=settings.stop,
+                decode=decode if settings.stop else None,
+                never_first=never_first(model),
+            ),
+            text=lambda ids: str(decode(list(ids))),
+            confidence=settings.confidence,
+            block=None if drafter is None else Block.of(drafter.model.config),
+        )
+
+    def load_drafter(self, settings: ScoreSettings) -> Proposing:
+        """Load the drafter alone.
+
+        Raises:
+            RequestError: it is made of the target's layers.
+        """
+        if isinstance(self.drafter, str) and self.drafter != PROMPT_LOOKUP:
+            raise RequestError(
+                f"{self.drafter}: these are layers of the target, which a replay of traces alone "
+                "does not load; leave the traces out"
+            )
+        model = None if isinstance(self.drafter, str) else cached(load_model(self.drafter))
+        return Proposing(
+            model,
+            self.check.shared.without(banned_ids(self.configs)),
+            stop_ids(self.configs),
+            settings.confidence,
+            None if model is None else Block.of(model.model.config),
+        )
+
+    def prompts(self, settings: ScoreSettings) -> list[Prompt]:
+        """The prompts of a score.
+
+        Raises:
+            RequestError: a prompt can't be used, or leaves no room for an answer.
+        """
+        return prompts_for(self.target, self.configs, self.tokenizer, settings)
+
+    def _drafter(self, target_model: Any) -> CachedModel | None:
+        if not isinstance(self.drafter, str):
+            return cached(load_model(self.drafter))
+        family = family_of(target_model.config.model_type, self.drafter)
+        kept = kept_layers(self.drafter, getattr(target_model.config, family.config.layers))
+        if not kept:
+            return None
+        from draftsmith.checkpoints.slicing import layers_of
+
+        return cached(layers_of(target_model, family, kept))
+
+
+def prompts_for(
+    target: ModelRef, configs: Configs, tokenizer: Any, settings: ScoreSettings
+) -> list[Prompt]:
+    """Prompts as a target reads them: as its own text, or with its encoder.
+
+    Raises:
+        RequestError: a prompt can't be used, or leaves no room for an answer.
+    """
+    family, _ = describe(configs.config, target)
+    if family.config.mel_bins:
+        raise RequestError(
+            f"{target.spec}: {family.name} hears sound, and prompts are text; give a target that "
+            "reads text"
+        )
+    start = decoder_start(configs) if family.has_encoder else None
+    prompts = read_prompts(settings.prompts, tokenizer, settings.limit, start)
+    check_lengths(prompts, context_of(configs.config, family))
+    return prompts
+
+
+def kept_layers(spec: str, layers: int) -> tuple[int, ...]:
+    """The layers of the target that a drafter's name asks for; none for prompt lookup.
+
+    Raises:
+        RequestError: no ascending numbers of its layers.
+    """
+    if spec == PROMPT_LOOKUP:
+        return ()
+    try:
+        kept = tuple(map(int, spec.removeprefix(SKIP_LAYERS).split(",")))
+    except ValueError:
+        kept = ()
+    if not kept or list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < layers:
+        raise RequestError(
+            f"{spec}: write the layers that draft as {SKIP_LAYERS}0,1,{layers - 1}, ascending "
+            f"numbers from 0 to {layers - 1}"
+        )
+    return kept
+
+
+def check_lengths(prompts: Sequence[Prompt], context: int | None) -> None:
+    """Refuse prompts that fill the target's context, or sources that its encoder can't hold.
+
+    Raises:
+        RequestError: naming the longest one.
+    """
+    longest = max(prompts, key=lambda p: len(p.source or p.ids))
+    length = len(longest.source or longest.ids)
+    # An encoder needs no room for an answer, which stands in the decoder.
+    if context is not None and length >= context + (longest.source is not None):
+        raise RequestError(
+            f"prompt {longest.name}: {length} tokens leave no room in the target's "
+            f"context of {context}; shorten or remove it"
+        )
