@@ -11,13 +11,14 @@ TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZER
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 OLDEST := $(VENV)/oldest
 
-.PHONY: help install quickstart test test-shared test-oldest test-wheel lint docs clean
+.PHONY: help install quickstart test test-shared test-distributed test-oldest test-wheel lint docs clean
 
 help:
 	@echo "make quickstart   install, then make and score a drafter for SmolLM2-135M (20 minutes)"
 	@echo "make test         install what tests need and run the quick ones (under 12 minutes)"
 	@echo "make lint         ruff and mypy"
 	@echo "make test-shared  tests that need the shared data folder"
+	@echo "make test-distributed  two processes under DeepSpeed against one (under 8 minutes)"
 	@echo "make test-oldest  tests of cache handling with the oldest supported transformers"
 	@echo "make test-wheel   build the wheel and try it in a folder of its own"
 	@echo "make docs         write docs/recipes.md from the recipe schema"
@@ -39,10 +40,18 @@ quickstart: $(VENV)/installed
 	$(BIN)/draftsmith run quickstart
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not shared"
+	$(PYTEST) -m "not shared and not distributed"
 
 test-shared: $(VENV)/installed-dev
 	$(PYTEST) -m shared
+
+$(VENV)/installed-distributed: $(VENV)/installed-dev
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[deepspeed]' peft
+	touch $@
+
+# Each starts two processes itself, hence one test at a time.
+test-distributed: $(VENV)/installed-distributed
+	$(TEST_ENV) $(BIN)/python -m pytest -m distributed tests/distributed
 
 $(OLDEST)/installed: constraints.txt | $(VENV)/installed-dev
 	$(BIN)/pip install --quiet --target $(OLDEST) -c constraints-oldest.txt transformers
