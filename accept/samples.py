@@ -46,6 +46,21 @@ class SampleComparison:
     p_value: float
 
 
+def check_samples(prompts: int, verification: Verification, samples: int) -> None:
+    """Refuse a comparison that could tell nothing, before anything is drawn.
+
+    Raises:
+        RequestError: the verifier does not draw, or there are too few texts.
+    """
+    if verification.name != "sampling" or verification.warping.greedy:
+        raise RequestError("samples: nothing is drawn; set verify sampling and a temperature")
+    if prompts * samples < _FEWEST_PAIRS:
+        raise RequestError(
+            f"samples: {samples} of {prompts} prompts tell nothing; "
+            f"take {-(-_FEWEST_PAIRS // max(1, prompts))} or more"
+        )
+
+
 def compare_samples(
     pair: Pair,
     prompts: Sequence[Prompt],
@@ -82,13 +97,7 @@ def compare_samples(
     Raises:
         RequestError: the verifier does not draw, or there are too few texts to tell anything.
     """
-    if verification.name != "sampling" or verification.warping.greedy:
-        raise RequestError("samples: nothing is drawn; set verify sampling and a temperature")
-    if len(prompts) * samples < _FEWEST_PAIRS:
-        raise RequestError(
-            f"samples: {samples} of {len(prompts)} prompts tell nothing; "
-            f"take {-(-_FEWEST_PAIRS // max(1, len(prompts)))} or more"
-        )
+    check_samples(len(prompts), verification, samples)
     short = replace(pair, limits=replace(pair.limits, max_new_tokens=tokens))
     proposer = pair.proposer(verification)
     differences, weights = [], []

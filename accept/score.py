@@ -21,7 +21,7 @@ from draftsmith.accept.pairing import Request
 from draftsmith.accept.quality import measure_quality
 from draftsmith.accept.replay import RoundCounts
 from draftsmith.accept.replaying import Replayable, can_replay, of_texts, of_traces, replay_all
-from draftsmith.accept.samples import compare_samples
+from draftsmith.accept.samples import check_samples, compare_samples
 from draftsmith.accept.trial import Pair, Texts, decode_all
 from draftsmith.accept.verdict import verdict
 from draftsmith.accept.verify import Verification
@@ -106,6 +106,8 @@ def score_drafter(
         if settings.mode == "replay":
             return _score_traces(request, settings, verification, texts, traces.folder)
     prompts = request.prompts(settings)
+    if settings.samples:
+        check_samples(len(prompts[: settings.decode_prompts]), verification, settings.samples)
     pair = request.load(settings, target_model)
     names = _names(request, pair.target, settings.prompts)
     return score_pair(pair, prompts, settings, verification, names=names, traces=texts)

@@ -41,7 +41,9 @@ def _is_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in {errno.ENOSPC, errno.EDQUOT}
     text = str(error).lower()
-    return "no space left" in text or "file write failed" in text
+    # The last is what torch says if a write within its archive fell short.
+    signs = ("no space left", "file write failed", "unexpected pos")
+    return any(sign in text for sign in signs)
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:

@@ -688,3 +688,47 @@ def test_the_verdict_says_what_would_have_to_change(
     assert told in found["text"]
     if reason == "acceptance too low":
         assert "to 47% of proposals" in found["text"]
+
+
+def test_samples_are_compared_and_stand_in_the_certificate(
+    save: Callable[..., Path], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save(make_model(), name="target")
+    drafter = save(make_model(seed=1, num_hidden_layers=2), name="drafter")
+    drawn = {"verify": "sampling", "temperature": 1.0, "samples": 8, "mode": "decode"}
+    score = scored(target, drafter, prompts, **drawn)
+    assert score.samples is not None
+    assert (score.samples["prompts"], score.samples["samples"]) == (3, 8)
+    assert score.lossless
+    assert "no difference shows (permutation test" in shown(score)
+    # A target that takes whatever is proposed is found out.
+    from draftsmith.accept import verify
+
+    monkeypatch.setattr(
+        verify,
+        "sampling",
+        lambda draft, p, generator: verify.Verdict(len(draft.tokens), int(p[-1].argmax())),
+    )
+    faulty = scored(target, drafter, prompts, **(drawn | {"samples": 16}))
+    assert not faulty.lossless
+    assert "they DIFFER: a fault" in shown(faulty)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"temperature": 1e-6, "samples": 9}, "nothing is drawn"), ({"samples": 2}, "take 4 or more")],
+)
+def test_a_comparison_that_could_tell_nothing_is_refused_before_anything_is_loaded(
+    settings: dict[str, Any],
+    message: str,
+    save: Callable[..., Path],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = save(make_model())
+    monkeypatch.setattr(
+        "draftsmith.accept.pairing.load_model", lambda *a: pytest.fail("weights were loaded")
+    )
+    drawn: dict[str, Any] = {"verify": "sampling", "temperature": 1.0} | settings
+    with pytest.raises(RequestError, match=message):
+        scored(folder, folder, prompts, **drawn)
