@@ -34,6 +34,9 @@ from draftsmith.distill.engine import (
 )
 from draftsmith.errors import DraftsmithError, RequestError
 
+# Elements below which stage 3 leaves a parameter whole on every rank: gathering it costs more.
+WHOLE_BELOW = 100_000
+
 
 def launched_processes() -> int:
     """How many processes a launcher started for this run; 1: none did."""
@@ -262,7 +265,7 @@ def _config(zero: int, clip: float | None) -> dict[str, Any]:
         # `step` ends a step, after as many micro-batches as there were.
         "managed_gradient_accumulation": False,
         "gradient_clipping": clip or 0.0,
-        "zero_optimization": {"stage": zero},
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": WHOLE_BELOW},
         # torch's own optimizers; "untested" are all but DeepSpeed's.
         "zero_allow_untested_optimizer": True,
     }

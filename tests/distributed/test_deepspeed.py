@@ -138,7 +138,10 @@ def test_A21_the_finished_model_is_a_strictly_loadable_folder(
     model = load_model(resolve(str(folder / "hf")))
     shared = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert shared == tied
-    saved, state = model.state_dict(), result(folder)["state"]
+    found = result(folder)
+    assert found["cut"] == (zero == 3), "stage 3 cuts the weights into parts"
+    assert found["shared"] == tied
+    saved, state = model.state_dict(), found["state"]
     assert set(saved) == set(state)
     assert all(torch.equal(saved[name], state[name]) for name in state)
     with torch.inference_mode():

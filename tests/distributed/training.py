@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.saving import save_model
+from draftsmith.distill import deepspeed_engine
 from draftsmith.distill.deepspeed_engine import DeepSpeedEngine, make_engine, start_processes
 from draftsmith.distill.engine import Engine, TorchEngine
 from draftsmith.errors import DraftsmithError
@@ -134,10 +135,13 @@ def equality(folder: Path) -> None:
         with torch.inference_mode():
             logits = module.model(input_ids=probe()).logits
         advance_again = advance(engine, rows_of(STEPS))
+        cut = not module.head.weight.numel()
         state = engine.full_state(module.model)
         engine.finish()
+        shared = module.head.weight is module.model.get_input_embeddings().weight
         if engine.ranks.is_main:
-            report(place, log, state, logits=logits.clone(), after=advance_again)
+            more = {"logits": logits.clone(), "after": advance_again, "shared": shared, "cut": cut}
+            report(place, log, state, **more)
             export(module.model, folder, place)
 
 
@@ -338,6 +342,8 @@ ALONE = (long_run, killed_in_a_step, killed_in_a_save)
 def main(name: str, folder: Path) -> int:
     """Run one scenario, or all that share a launch."""
     torch.set_num_threads(1)
+    # Else nothing of a tiny model would be cut into parts.
+    deepspeed_engine.WHOLE_BELOW = 0
     start_processes()
     scenarios = {s.__name__: s for s in (*TOGETHER, *ALONE)}
     try:
