@@ -151,9 +151,11 @@ def test_sampled_rounds_of_a_real_pair_are_as_replayed(target: Any) -> None:
     reference = resolve(SMOLLM2)
     tokenizer = load_tokenizer(reference)
     vocabulary = own_vocabulary(tokenizer, target.config.vocab_size)
-    small = cached(layers_of(target, families()[target.config.model_type], (*range(20), 29)))
-    whole, warm, k, new = cached(target), Warping(0.7), 3, 10
-    prompts = [p.ids for p in read_prompts("quick", tokenizer, 8) for _ in range(3)]
+    # All layers but one: quick is not the question here, and what it proposes is often kept.
+    most = [layer for layer in range(30) if layer != 20]
+    small = cached(layers_of(target, families()[target.config.model_type], most))
+    whole, warm, k, new = cached(target), Warping(0.7), 3, 8
+    prompts = [p.ids for p in read_prompts("quick", tokenizer, 6) for _ in range(2)]
     sampling = Verification("sampling", warm)
     limits = Limits(new)
     rows = decode_batch(
