@@ -91,7 +91,11 @@ def _session(quiet: bool, debug: bool, resumable: bool = False) -> Iterator[None
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"draftsmith: {message}", file=sys.stderr)
+    from draftsmith.data.processes import is_main
+
+    # What is wrong with a request, every process of a launcher finds; one tells it.
+    if is_main() or code == 1:
+        print(f"draftsmith: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
@@ -145,10 +149,13 @@ def _stage_command(name: str, help_text: str) -> None:
     ) -> None:
         with _session(quiet, debug, resumable=True):
             work = _open_run(recipe, settings, out, allow_pickle)
+            from draftsmith.data.processes import is_main
             from draftsmith.recipes.run import STAGES, run_stages
 
             folder = next(work.out / s.folder for s in STAGES if s.name == name)
             anything = run_stages(work, (name,))
+            if not is_main():
+                return
             print(folder if anything else f"Nothing was left to do: {folder} is finished.")
 
 

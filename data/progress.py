@@ -6,15 +6,17 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from draftsmith.data.processes import is_main
+
 # Plain lines are for logs: often enough to see life, seldom enough to read.
 _SECONDS_BETWEEN_LINES = 20.0
 _quiet = False
 
 
 def set_quiet(quiet: bool) -> None:
-    """Show nothing at all (`--quiet`)."""
+    """Show nothing at all (`--quiet`); of many processes one alone shows anything."""
     global _quiet
-    _quiet = quiet
+    _quiet = quiet or not is_main()
 
 
 def say(text: str) -> None:

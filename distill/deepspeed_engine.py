@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from draftsmith.data.files import sha256, storage, write_json
+from draftsmith.data.processes import launched_processes
 from draftsmith.distill.engine import (
     KEEP,
     Engine,
@@ -36,11 +37,6 @@ from draftsmith.errors import DraftsmithError, RequestError
 
 # Elements below which stage 3 leaves a parameter whole on every rank: gathering it costs more.
 WHOLE_BELOW = 100_000
-
-
-def launched_processes() -> int:
-    """How many processes a launcher started for this run; 1: none did."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def start_processes() -> None:

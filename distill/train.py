@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from draftsmith.checkpoints.slicing import template_of
 from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
-from draftsmith.distill.engine import TorchEngine, freeze_all_but
+from draftsmith.distill.deepspeed_engine import make_engine
+from draftsmith.distill.engine import Engine, freeze_all_but
 from draftsmith.distill.head_loss import HeadLoss, LossHead
 from draftsmith.distill.losses import make_loss
 from draftsmith.recipes.schema import DistillSettings
@@ -34,7 +35,28 @@ def hidden_at_answers(model: Any, batch: Batch) -> Tensor:
     return hidden[batch.positions]
 
 
-def mean_over_step(sums: Tensor, tokens: int) -> Tensor:
+class Student(nn.Module):
+    """The drafter and its loss in one module, which an engine can cut into parts.
+
+    Attributes:
+        model: the drafter.
+        head: its head with the loss, on the very same weight.
+    """
+
+    def __init__(self, model: Any, head: LossHead, dtype: torch.dtype) -> None:
+        """Join them; matrix products are in `dtype`."""
+        super().__init__()
+        self.model, self.head, self._dtype = model, head, dtype
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Sum of the loss over the batch's answer tokens."""
+        # Within the module: DeepSpeed switches off what stands around it.
+        with autocast(self.model, self._dtype):
+            loss: Tensor = self.head(hidden_at_answers(self.model, batch), batch)
+            return loss
+
+
+def mean_over_step(sums: Tensor, tokens: float) -> Tensor:
     """Divide by the tokens of the whole step; a step without tokens has loss zero (case A24)."""
     if not tokens:
         warnings.warn("a training step had no answer token; its loss counts as zero", stacklevel=2)
@@ -54,6 +76,8 @@ def distill(
 ) -> list[dict[str, float]]:
     """Train `model` in place until the recipe's last step, resuming from `state`.
 
+    In as many processes as were launched; all of them call it with the same arguments.
+
     Args:
         model: the drafter.
         family: its table.
@@ -68,9 +92,9 @@ def distill(
         The learning curve: step, tokens, loss, and emitted per round on held-out greedy traces.
     """
     stream = BatchStream(train, settings.batch, settings.max_length, seed)
-    parameters = trainable_parameters(model, family, settings.train)
-    head = _loss_head(model, train, settings)
-    engine = _engine(parameters, settings, state)
+    names = trainable_parameters(model, family, settings.train)
+    student = Student(model, _loss_head(model, train, settings), dtype)
+    engine = _engine(student, names.values(), settings, state)
     extra = engine.load()
     curve: list[dict[str, float]] = extra.get("curve", [])
     tokens_seen: int = extra.get("tokens", 0)
@@ -78,17 +102,16 @@ def distill(
     with Progress("distil", settings.steps, "steps", done=engine.steps_done) as progress:
         while engine.steps_done < settings.steps:
             first = engine.steps_done * settings.accumulate
-            micro = [stream[first + i].to(model.device) for i in range(settings.accumulate)]
-            tokens = sum(b.tokens for b in micro)
+            mine = engine.ranks.share(range(first, first + settings.accumulate))
+            micro = [stream[number].to(model.device) for number in mine]
+            tokens = engine.ranks.total(sum(batch.tokens for batch in micro))
             mean = 0.0
             for batch in micro:
-                with autocast(model, dtype):
-                    hidden_AH = hidden_at_answers(model, batch)
-                    loss = mean_over_step(head(hidden_AH, batch), tokens)
+                loss = mean_over_step(engine(batch), tokens)
                 engine.backward(loss)
                 mean += float(loss.detach())
             engine.step()
-            tokens_seen += tokens
+            mean, tokens_seen = engine.ranks.total(mean), tokens_seen + int(tokens)
             done = engine.steps_done
             if done % settings.evaluate_every == 0 or done == settings.steps:
                 score = evaluate(model, validation, settings.max_length)
@@ -96,6 +119,7 @@ def distill(
             if done % settings.save_every == 0 and done < settings.steps:
                 engine.save({"curve": curve, "tokens": tokens_seen})
             progress.update(1, note=_note(mean, curve))
+    engine.finish()
     model.eval()
     return curve
 
@@ -103,17 +127,23 @@ def distill(
 def _loss_head(model: Any, rows: Sequence[TraceRow], settings: DistillSettings) -> LossHead:
     """The model's head with the recipe's loss; it knows by now whether it learns."""
     weight = model.get_output_embeddings().weight
-    loss = make_loss(settings.loss, cross_entropy_share=settings.cross_entropy)
+    loss = make_loss(
+        settings.loss,
+        cross_entropy_share=settings.cross_entropy,
+        temperature=settings.temperature,
+        beta=settings.beta,
+        alpha=settings.alpha,
+    )
     return LossHead(HeadLoss.over_commonest(loss, rows, len(weight), settings.vocab_limit), weight)
 
 
 def _engine(
-    parameters: dict[str, nn.Parameter], settings: DistillSettings, state: Path
-) -> TorchEngine:
+    student: Student, learning: Iterable[nn.Parameter], settings: DistillSettings, state: Path
+) -> Engine:
     from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
     optimizer = torch.optim.AdamW(
-        parameters.values(),
+        learning,
         lr=settings.lr,
         betas=(0.9, 0.95),
         weight_decay=settings.weight_decay,
@@ -122,7 +152,7 @@ def _engine(
     scheduler = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, settings.warmup, settings.steps, min_lr_rate=FINAL_LR
     )
-    return TorchEngine(parameters, optimizer, state, scheduler, settings.clip)
+    return make_engine(student, optimizer, state, scheduler, settings.clip, zero=settings.zero)
 
 
 @torch.inference_mode()

@@ -27,6 +27,7 @@ from draftsmith.checkpoints.shape import Shape, resolve_shape
 from draftsmith.data.chat import prompt_inputs, user_turn
 from draftsmith.data.corpus import corpus_files
 from draftsmith.data.files import PARTIAL, fingerprint, publish, storage, write_json, write_text
+from draftsmith.data.processes import is_main, launched_processes
 from draftsmith.data.progress import say
 from draftsmith.data.traces import TraceStore
 from draftsmith.errors import RequestError
@@ -50,6 +51,7 @@ class Stage:
         inputs: the files from outside on which it depends, by their names in the recipe.
         needs: folders of the stages that it reads.
         work: fills the folder.
+        many_processes: whether a launcher's processes can do it together.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Stage:
     inputs: "Callable[[Run], dict[str, Path]]"
     needs: tuple[str, ...]
     work: "Callable[[Run, Path], None]"
+    many_processes: bool = False
 
 
 @dataclass
@@ -147,8 +150,11 @@ def check(run: Run) -> Shape:
 def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
     """Do the named stages (default: all) in order; returns whether anything was left to do."""
     chosen = [s for s in STAGES if names is None or s.name in names]
+    _join_processes(run, chosen)
     keys = stage_keys(run)
     due = [s for s in chosen if provenance.read_key(run.out / s.folder) != keys[s.folder]]
+    # None may have made it while another has not yet looked.
+    wait_for_all()
     if not due:
         return False
     _check_needs(run, due, keys)
@@ -163,6 +169,37 @@ def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
         run.seconds[stage.name] = time.monotonic() - start
         say(f"{stage.name}: {run.seconds[stage.name]:.0f} s → {run.out / stage.folder}")
     return True
+
+
+def _join_processes(run: Run, stages: Sequence[Stage]) -> None:
+    """Let the processes that a launcher started for a stage find one another.
+
+    Raises:
+        RequestError: not all of these stages can be done by many processes.
+    """
+    if (processes := launched_processes()) == 1:
+        return
+    if alone := [s.name for s in stages if not s.many_processes]:
+        raise RequestError(
+            f"{', '.join(alone)}: done by one process, and {processes} were launched; run "
+            f"`draftsmith {alone[0]}` without the launcher, and launch `draftsmith distill` alone"
+        )
+    if (parts := run.recipe.distill.accumulate) % processes:
+        raise RequestError(
+            f"recipe.distill.accumulate: {parts} micro-batches a step can't be shared by "
+            f"{processes} processes; make it a multiple of {processes}"
+        )
+    from draftsmith.distill.deepspeed_engine import start_processes
+
+    start_processes()
+
+
+def wait_for_all() -> None:
+    """Until every process has come this far."""
+    if launched_processes() > 1:
+        from draftsmith.distill.engine import Ranks
+
+        Ranks().barrier()
 
 
 def _set_up_torch(threads: int) -> None:
@@ -212,10 +249,24 @@ def _do(run: Run, stage: Stage, key: str) -> None:
     """
     final = run.out / stage.folder
     partial = final.with_name(final.name + PARTIAL)
-    if provenance.read_key(partial) != key:
-        with storage(partial):
-            _prepare(partial, key)
+    worked = provenance.read_key(partial) == key
+    wait_for_all()
+    if not worked:
+        if is_main():
+            with storage(partial):
+                _prepare(partial, key)
+        wait_for_all()
         stage.work(run, partial)
+    if is_main():
+        _finish(run, stage, key, worked)
+    wait_for_all()
+
+
+def _finish(run: Run, stage: Stage, key: str, worked: bool) -> None:
+    """Say how a folder came about, and give it its name."""
+    final = run.out / stage.folder
+    partial = final.with_name(final.name + PARTIAL)
+    if not worked:
         with storage(partial):
             provenance.write(
                 partial,
@@ -305,8 +356,9 @@ def _distill(run: Run, folder: Path) -> None:
         state=folder / _STATE,
         dtype=run.dtype,
     )
-    save_model(model, run.target, folder)
-    write_json(folder / "curve.json", curve)
+    if is_main():
+        save_model(model, run.target, folder)
+        write_json(folder / "curve.json", curve)
 
 
 def _score(run: Run, folder: Path) -> None:
@@ -366,6 +418,7 @@ STAGES: tuple[Stage, ...] = (
         inputs=_no_files,
         needs=("traces", "pruned"),
         work=_distill,
+        many_processes=True,
     ),
     Stage(
         "score",

@@ -183,9 +183,30 @@ class DistillSettings:
     """Logit-level distillation of the compact model on the traces."""
 
     loss: Annotated[
-        Literal["forward_kl", "reverse_kl", "total_variation"],
-        Field(description="distance between the target's and the drafter's distributions"),
+        Literal[
+            "forward_kl",
+            "reverse_kl",
+            "jensen_shannon",
+            "skew_kl",
+            "skew_reverse_kl",
+            "total_variation",
+            "hybrid",
+        ],
+        Field(
+            description="distance between the target's and the drafter's distributions; hybrid: KL "
+            "where little is accepted, total variation where much is"
+        ),
     ] = "forward_kl"
+    beta: Annotated[
+        float, Field(gt=0, lt=1, description="of jensen_shannon: the target's share of the mixture")
+    ] = 0.5
+    alpha: Annotated[
+        float, Field(gt=0, lt=1, description="of skew_kl and skew_reverse_kl: how much is mixed in")
+    ] = 0.1
+    temperature: Annotated[
+        PositiveFloat,
+        Field(description="softens both distributions; beside cross_entropy, with a factor T²"),
+    ] = 1.0
     cross_entropy: Annotated[
         Share,
         Field(
@@ -195,7 +216,17 @@ class DistillSettings:
     ] = 0.0
     steps: Annotated[PositiveInt, Field(description="optimizer steps")] = 600
     batch: Annotated[PositiveInt, Field(description="rows a micro-batch")] = 8
-    accumulate: Annotated[PositiveInt, Field(description="micro-batches a step")] = 1
+    accumulate: Annotated[
+        PositiveInt,
+        Field(description="micro-batches a step, over all processes; a multiple of their number"),
+    ] = 1
+    zero: Annotated[
+        Literal[1, 2, 3],
+        Field(
+            description="of many processes (DeepSpeed ZeRO): 1 shares out the optimizer's state, 2 "
+            "the gradients too, 3 the weights too"
+        ),
+    ] = 2
     max_length: Annotated[
         PositiveInt, Field(description="tokens of a row, prompt included; longer rows are cut")
     ] = 256
