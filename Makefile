@@ -46,7 +46,7 @@ test-shared: $(VENV)/installed-dev
 	$(PYTEST) -m shared
 
 $(VENV)/installed-distributed: $(VENV)/installed-dev
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[deepspeed]' peft
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[deepspeed]'
 	touch $@
 
 # Each starts two processes itself, hence one test at a time.

@@ -19,6 +19,7 @@ from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, freeze_all_but
 from draftsmith.distill.head_loss import HeadLoss, LossHead
+from draftsmith.distill.lora import add_adapters, merge_adapters
 from draftsmith.distill.losses import make_loss
 from draftsmith.recipes.schema import DistillSettings
 
@@ -92,9 +93,9 @@ def distill(
         The learning curve: step, tokens, loss, and emitted per round on held-out greedy traces.
     """
     stream = BatchStream(train, settings.batch, settings.max_length, seed)
-    names = trainable_parameters(model, family, settings.train)
+    learning = trainable_parameters(model, family, settings, seed)
     student = Student(model, _loss_head(model, train, settings), dtype)
-    engine = _engine(student, names.values(), settings, state)
+    engine = _engine(student, learning.values(), settings, state)
     extra = engine.load()
     curve: list[dict[str, float]] = extra.get("curve", [])
     tokens_seen: int = extra.get("tokens", 0)
@@ -120,6 +121,8 @@ def distill(
                 engine.save({"curve": curve, "tokens": tokens_seen})
             progress.update(1, note=_note(mean, curve))
     engine.finish()
+    merge_adapters(model)
+    model.gradient_checkpointing_disable()
     model.eval()
     return curve
 
@@ -182,12 +185,19 @@ def evaluate(model: Any, rows: Sequence[TraceRow], max_length: int) -> dict[str,
     }
 
 
-def trainable_parameters(model: nn.Module, family: Family, train: str) -> dict[str, nn.Parameter]:
-    """Free the parameters that learn: all, or all but those along the vocabulary."""
+def trainable_parameters(
+    model: Any, family: Family, settings: DistillSettings, seed: int
+) -> dict[str, nn.Parameter]:
+    """Free the parameters that learn: all, all but those along the vocabulary, or adapters."""
+    if settings.checkpoint_activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if settings.lora_rank:
+        axes, rank = settings.lora_axes, settings.lora_rank
+        return add_adapters(model, family, axes, rank, settings.lora_alpha, seed)
     names = [
         name
         for name, _ in model.named_parameters()
-        if train == "all" or "vocab" not in family.tensors[template_of(name)[0]]
+        if settings.train == "all" or "vocab" not in family.tensors[template_of(name)[0]]
     ]
     return freeze_all_but(model, names)
 

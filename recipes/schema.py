@@ -240,6 +240,27 @@ class DistillSettings:
         Literal["layers", "all"],
         Field(description="layers: embeddings and head stay the target's; all: they learn too"),
     ] = "all"
+    lora_rank: Annotated[
+        int,
+        Field(ge=0, description="LoRA adapters of this rank learn, and are merged; 0: the weights"),
+    ] = 0
+    lora_alpha: Annotated[
+        PositiveFloat, Field(description="factor of the adapters, over their rank")
+    ] = 32.0
+    lora_axes: Annotated[
+        tuple[
+            Literal["kv_heads", "ffn", "cross_heads", "encoder_heads", "encoder_ffn", "hidden"], ...
+        ],
+        Field(
+            min_length=1,
+            description="what adapters stand beside: kv_heads, all projections of attention; ffn; "
+            "hidden, both",
+        ),
+    ] = ("kv_heads", "ffn")
+    checkpoint_activations: Annotated[
+        bool,
+        Field(description="compute activations again in the backward pass: less memory, slower"),
+    ] = False
     vocab_limit: Annotated[
         PositiveInt | None,
         Field(
