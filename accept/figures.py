@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.accept.decode import Generation
 from draftsmith.accept.latency import Latency, Load, break_even_acceptance
-from draftsmith.accept.replay import RoundCounts
+from draftsmith.accept.replay import RoundCounts, common_prefix
 from draftsmith.accept.statistics import most_rejected, ratio_interval
 from draftsmith.accept.trial import Pair, Texts
 from draftsmith.accept.verify import Verification
@@ -87,7 +87,7 @@ def _comparison(
     differences, identical, compared = [], 0, 0
     for prompt, plain, ours in zip(prompts, texts.plain, generations, strict=False):
         longer = max(len(plain.tokens), len(ours.tokens))
-        same = _common_prefix(plain.tokens, ours.tokens)
+        same = common_prefix(plain.tokens, ours.tokens)
         compared += longer
         identical += same
         if same < longer:
@@ -152,12 +152,6 @@ def _costs(
         "break_even_acceptance": break_even_acceptance(break_even, lookahead),
         "speedup_predicted": latency.speedup(load, lookahead),
     }
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 def ties(row: Row, dtype: torch.dtype) -> bool:

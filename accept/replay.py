@@ -163,7 +163,7 @@ def replay_starts(
         text = [*prompt, *answer[:i]]
         (draft,) = drafter.propose([text], [max(0, min(max(here), left))])
         drafter.rollback([len(text)])
-        agreed = _common_prefix(draft.tokens, answer[i:])
+        agreed = common_prefix(draft.tokens, answer[i:])
         for k in here:
             proposed = min(k, len(draft.tokens))
             accepted = min(agreed, proposed)
@@ -173,7 +173,8 @@ def replay_starts(
     return {k: RoundCounts.of_rounds(own, k) for k, own in rounds.items()}
 
 
-def _common_prefix(some: Sequence[int], others: Sequence[int]) -> int:
+def common_prefix(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
 

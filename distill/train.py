@@ -16,6 +16,7 @@ from draftsmith.checkpoints.slicing import template_of
 from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
+from draftsmith.distill.best import Best
 from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, freeze_all_but
 from draftsmith.distill.head_loss import HeadLoss, LossHead
@@ -99,9 +100,10 @@ def distill(
     extra = engine.load()
     curve: list[dict[str, float]] = extra.get("curve", [])
     tokens_seen: int = extra.get("tokens", 0)
+    best = Best(state, settings.patience)
     model.train()
     with Progress("distil", settings.steps, "steps", done=engine.steps_done) as progress:
-        while engine.steps_done < settings.steps:
+        while engine.steps_done < settings.steps and not best.is_over(curve):
             first = engine.steps_done * settings.accumulate
             mine = engine.ranks.share(range(first, first + settings.accumulate))
             micro = [stream[number].to(model.device) for number in mine]
@@ -117,12 +119,14 @@ def distill(
             if done % settings.evaluate_every == 0 or done == settings.steps:
                 score = evaluate(model, validation, settings.max_length)
                 curve.append({"step": done, "tokens": tokens_seen, "loss": mean, **score})
+                best.keep(curve, engine, model)
             if done % settings.save_every == 0 and done < settings.steps:
                 engine.save({"curve": curve, "tokens": tokens_seen})
             progress.update(1, note=_note(mean, curve))
     engine.finish()
+    best.restore(model)
     merge_adapters(model)
-    model.gradient_checkpointing_disable()
+    recompute_activations(model, False)
     model.eval()
     return curve
 
@@ -189,8 +193,7 @@ def trainable_parameters(
     model: Any, family: Family, settings: DistillSettings, seed: int
 ) -> dict[str, nn.Parameter]:
     """Free the parameters that learn: all, all but those along the vocabulary, or adapters."""
-    if settings.checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_activations(model, settings.checkpoint_activations)
     if settings.lora_rank:
         axes, rank = settings.lora_axes, settings.lora_rank
         return add_adapters(model, family, axes, rank, settings.lora_alpha, seed)
@@ -200,6 +203,18 @@ def trainable_parameters(
         if settings.train == "all" or "vocab" not in family.tensors[template_of(name)[0]]
     ]
     return freeze_all_but(model, names)
+
+
+def recompute_activations(model: Any, on: bool) -> None:
+    """Let blocks compute their activations again in the backward pass, or not."""
+    if on == model.is_gradient_checkpointing:
+        return
+    # transformers 5.24 has another name for it than 5.17.
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if on:
+        getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
+    else:
+        getattr(model, f"{kind}_checkpointing_disable")()
 
 
 def _note(loss: float, curve: Sequence[dict[str, float]]) -> str:

@@ -271,6 +271,14 @@ class DistillSettings:
     evaluate_every: Annotated[
         PositiveInt, Field(description="steps between two replays of the held-out traces")
     ] = 100
+    patience: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="end after so many replays that emit no more per round, and keep the best "
+            "weights; 0: all steps are done, and the last weights kept",
+        ),
+    ] = 0
     save_every: Annotated[PositiveInt, Field(description="steps between two checkpoints")] = 100
 
     @model_validator(mode="after")
