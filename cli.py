@@ -210,6 +210,7 @@ def score(
     limit: Annotated[int | None, _setting("limit")] = None,
     decode_prompts: Annotated[int | None, _setting("decode_prompts")] = None,
     max_new_tokens: Annotated[int, _setting("max_new_tokens")] = _SCORE.max_new_tokens,
+    min_new_tokens: Annotated[int, _setting("min_new_tokens")] = _SCORE.min_new_tokens,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="write all figures here")
     ] = None,
@@ -246,10 +247,10 @@ def score(
             seed=seed,
             traces=None if traces is None else TraceStore(traces),
         )
-        _show(result.to_plain())
         if json_file is not None:
             with storage(json_file):
                 write_json(json_file, result.to_plain())
+        _show(result.to_plain())
 
 
 @app.command(

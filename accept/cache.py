@@ -226,6 +226,8 @@ class CachedEncoderDecoder(CachedModel):
         super().reset(rows)
         self._cache = _new_cache(cross=True)
         self._sources = tuple(sources)
+        # Never the states of what was read before.
+        self._encoded, self._heard = torch.empty(0), None
         if not sources:
             return
         if len(sources) != rows:
@@ -309,11 +311,12 @@ class CachedEncoderDecoder(CachedModel):
         places = positions_BT + getattr(table, "offset", 0)
         # Places of padding may lie past the table; nothing sees them.
         states = table.weight[places.clamp_max(len(table.weight) - 1)]
-        hook = table.register_forward_hook(lambda *_: states)
+        # In place of its own lookup, which counts slots and may reach past the table.
+        table.forward = lambda *_, **__: states
         try:
             yield
         finally:
-            hook.remove()
+            del table.forward
 
 
 def _new_cache(cross: bool = False) -> Any:

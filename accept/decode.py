@@ -57,9 +57,9 @@ class Limits:
         first = self.never_first if emitted == 0 else frozenset()
         if early <= 0 and not first:
             return logits_TV
-        logits = logits_TV.clone()
-        logits[: max(0, early), list(self.stop_ids)] = -torch.inf
-        logits[:1, list(first)] = -torch.inf
+        logits, size = logits_TV.clone(), logits_TV.shape[-1]
+        logits[: max(0, early), [i for i in self.stop_ids if i < size]] = -torch.inf
+        logits[:1, [i for i in first if i < size]] = -torch.inf
         return logits
 
     def _stopped(self, tokens: Sequence[int]) -> bool:
@@ -73,7 +73,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft and its verification; `emitted` counts tokens of the final output."""
+    """One draft and its verification.
+
+    Attributes:
+        proposed: proposals made.
+        accepted: of them kept.
+        emitted: tokens of the final output.
+        draft_seconds: of drafting; in a batch, of all rows.
+        verify_seconds: of the target's pass.
+        rejected: the proposal that was not kept, and the target's token instead.
+        passes: of the drafter.
+    """
 
     proposed: int
     accepted: int
@@ -81,6 +91,7 @@ class Round:
     draft_seconds: float
     verify_seconds: float
     rejected: tuple[int, int] | None = None
+    passes: int = 0
 
 
 @dataclass
@@ -247,7 +258,14 @@ class _Row:
         self.out.tokens += emitted
         accepted = min(verdict.accepted, len(emitted))
         self.out.rounds.append(
-            Round(len(draft.tokens), accepted, len(emitted), *seconds, rejected=rejected)
+            Round(
+                len(draft.tokens),
+                accepted,
+                len(emitted),
+                *seconds,
+                rejected=rejected,
+                passes=draft.passes,
+            )
         )
         self.ended = end is not None or len(self.out.tokens) >= self.room
 

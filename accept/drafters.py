@@ -89,6 +89,7 @@ class AutoregressiveDrafter:
         """Propose up to so many tokens, fewer after a proposed end of text."""
         proposals: list[list[int]] = [[] for _ in texts]
         drawn_from: list[list[Tensor]] = [[] for _ in texts]
+        passes = [0] * len(texts)
         # After full acceptance the cache lacks the last proposal as well as the target's token.
         pending = [
             list(text[known:]) if k else []
@@ -100,6 +101,7 @@ class AutoregressiveDrafter:
                 pending[row] = []
                 if not given:
                     continue
+                passes[row] += 1
                 logits_V = self.vocabulary.restrict(logits[row])[-1]
                 if self._unsure(logits_V):
                     continue
@@ -108,8 +110,8 @@ class AutoregressiveDrafter:
                 if len(proposals[row]) < lookaheads[row] and token not in self.stop_ids:
                     pending[row] = [token]
         return [
-            Draft(tokens, torch.stack(q) if q else None)
-            for tokens, q in zip(proposals, drawn_from, strict=True)
+            Draft(tokens, torch.stack(q) if q else None, n)
+            for tokens, q, n in zip(proposals, drawn_from, passes, strict=True)
         ]
 
     def rollback(self, lengths: Sequence[int]) -> None:
@@ -193,7 +195,7 @@ class BlockDrafter:
         drafts = []
         for logits_KV, k in zip(logits, lookaheads, strict=True):
             tokens = self.vocabulary.restrict(logits_KV[:k]).argmax(-1).tolist() if k else []
-            drafts.append(Draft(until_end(tokens, self.stop_ids)))
+            drafts.append(Draft(until_end(tokens, self.stop_ids), passes=int(k > 0)))
         # The keys of masks are of no use to later rounds.
         self.rollback([len(text) for text in texts])
         return drafts
@@ -220,15 +222,29 @@ class PromptLookup:
     prefix_alone = False
     deterministic = True
 
-    def __init__(self, stop_ids: frozenset[int], longest: int = 3) -> None:
-        """Look for endings of `longest` tokens first, then of fewer."""
-        self.stop_ids = stop_ids
-        self.longest = longest
+    def __init__(
+        self,
+        stop_ids: frozenset[int],
+        vocabulary: SharedVocabulary | None = None,
+        longest: int = 3,
+        sources: bool = True,
+    ) -> None:
+        """Set up.
+
+        Args:
+            stop_ids: ids that end a text.
+            vocabulary: ids that may be said; a copy ends before any other. None: all.
+            longest: look for endings of so many tokens first, then of fewer.
+            sources: whether an encoder reads the tokens that are written.
+        """
+        self.stop_ids, self.vocabulary = stop_ids, vocabulary
+        self.longest, self._copies_sources = longest, sources
         self._sources: list[list[int]] = []
 
     def reset(self, rows: int, seeds: Sequence[int], sources: Sequence[Source] = ()) -> None:
         """Remember what can be copied from besides the texts."""
-        tokens = [[] if isinstance(s, Tensor) else list(s) for s in sources]
+        known = self._copies_sources
+        tokens = [[] if isinstance(s, Tensor) or not known else list(s) for s in sources]
         self._sources = tokens or [[] for _ in range(rows)]
 
     def propose(self, texts: Texts, lookaheads: Sequence[int]) -> list[Draft]:
@@ -251,8 +267,16 @@ class PromptLookup:
             ending = list(text[-size:])
             for start in range(len(text) - size - 1, -1, -1):
                 if list(text[start : start + size]) == ending:
-                    return until_end(list(text[start + size :][:lookahead]), self.stop_ids)
+                    return self._sayable(list(text[start + size :][:lookahead]))
         return []
+
+    def _sayable(self, tokens: list[int]) -> list[int]:
+        """Up to an end of text, and short of what must not be said."""
+        tokens = until_end(tokens, self.stop_ids)
+        if self.vocabulary is None:
+            return tokens
+        banned = (i for i, token in enumerate(tokens) if not self.vocabulary.has(token))
+        return tokens[: next(banned, len(tokens))]
 
 
 def until_end(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:

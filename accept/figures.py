@@ -26,8 +26,9 @@ class Row:
     """Figures of one lookahead; what does not exist is None.
 
     `rounds` … `emitted` are sums over prompts, expectations in replay rows. `per_position` is the
-    share of rounds whose proposal at each position was accepted. Intervals are of 95 %, by
-    bootstrap over prompts.
+    share of rounds whose proposal at each position was accepted. `steps_per_round` is how many
+    plain steps a round replaces: what it emits, and in a batch what its longest row does.
+    Intervals are of 95 %, by bootstrap over prompts.
     """
 
     lookahead: int
@@ -49,6 +50,7 @@ class Row:
     identical_tokens: int | None = None
     compared_tokens: int | None = None
     first_differences: list[dict[str, Any]] | None = None
+    steps_per_round: float | None = None
     emitted_per_round_interval: list[float] | None = None
     acceptance_rate_interval: list[float] | None = None
 
@@ -65,13 +67,16 @@ def decode_row(
     generations = texts.of(lookahead)
     counts = [RoundCounts.of_rounds(text.rounds, lookahead) for text in generations]
     proposals = [sum(r.proposed for r in text.rounds) for text in generations]
-    together = texts.seconds(lookahead)
+    ours, alone = texts.seconds(lookahead), sum(texts.alone_seconds)
+    written = sum(len(text.tokens) for text in generations)
+    alone_rate = sum(texts.alone_tokens) / alone if alone else 0.0
     rate = ratio_interval([(c.accepted, n) for c, n in zip(counts, proposals, strict=True)])
     return Row(
         **_figures(lookahead, counts, latency, batch),
         **_comparison(prompts, texts, generations, verification),
         acceptance_rate_interval=None if rate is None else [rate.low, rate.high],
-        speedup_measured=sum(texts.alone_seconds) / together if together else None,
+        # Drawn texts are not equally long, so tokens per second are compared.
+        speedup_measured=written / ours / alone_rate if ours and alone_rate else None,
     )
 
 
@@ -139,17 +144,22 @@ def _costs(
             "t_ar_ms",
             "break_even_emitted_per_round",
             "break_even_acceptance",
+            "steps_per_round",
             "speedup_predicted",
         )
         return dict.fromkeys(names)
-    load = Load.of(counts, batch)
-    break_even = latency.round_seconds(lookahead, load.passes) / latency.ar
+    load, total = Load.of(counts, batch), RoundCounts.total(counts, lookahead)
+    break_even = latency.round_seconds(lookahead, load.passes_per_round) / latency.ar
+    proposed = total.proposed_per_round
     return {
         "t_draft_ms": 1e3 * latency.draft,
         "t_verify_ms": 1e3 * latency.verify[lookahead],
         "t_ar_ms": 1e3 * latency.ar,
         "break_even_emitted_per_round": break_even,
-        "break_even_acceptance": break_even_acceptance(break_even, lookahead),
+        "break_even_acceptance": break_even_acceptance(
+            break_even, lookahead if proposed is None else proposed
+        ),
+        "steps_per_round": load.steps / load.rounds if load.rounds else None,
         "speedup_predicted": latency.speedup(load, lookahead),
     }
 

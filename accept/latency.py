@@ -1,6 +1,7 @@
 """What each forward costs on this machine, and what speculation should then gain."""
 
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,6 @@ class Latency:
         verify: lookahead -> a target pass over lookahead + 1 positions.
         prefill_target: the target's pass over a prompt, which gives the first token too.
         prefill_drafter: the drafter's.
-        one_pass: whether `draft` is a pass that proposes a whole block.
     """
 
     ar: float
@@ -34,11 +34,6 @@ class Latency:
     verify: dict[int, float]
     prefill_target: float
     prefill_drafter: float
-    one_pass: bool = False
-
-    def draft_seconds(self, passes: float) -> float:
-        """A draft of so many drafter passes, which a block does not need."""
-        return self.draft if self.one_pass else passes * self.draft
 
     def round_seconds(self, lookahead: int, passes: float | None = None) -> float:
         """A draft and its verification.
@@ -47,7 +42,8 @@ class Latency:
             lookahead: proposals at most.
             passes: of the drafter; None: one for each.
         """
-        return self.draft_seconds(lookahead if passes is None else passes) + self.verify[lookahead]
+        passes = lookahead if passes is None else passes
+        return passes * self.draft + self.verify[lookahead]
 
     def speedup(self, load: "Load", lookahead: int) -> float:
         """Predicted tokens per second over those of the target alone.
@@ -56,12 +52,12 @@ class Latency:
         first proposal, each for hardly more than the prompt alone.
         """
         later, first = load.rounds - load.prefills, load.prefills
-        passes = lookahead if load.passes is None else load.passes
+        passes = lookahead * load.rounds if load.passes is None else load.passes
         alone = first * self.prefill_target + (load.steps - first) * self.ar
         together = (
             first * (self.prefill_target + self.prefill_drafter)
-            + first * (0.0 if self.one_pass else max(0.0, passes - 1) * self.draft)
-            + later * self.round_seconds(lookahead, passes)
+            + max(0.0, passes - first) * self.draft
+            + later * self.verify[lookahead]
             + load.full * (self.draft_after_full - self.draft)
         )
         return alone / together if together else 1.0
@@ -76,7 +72,7 @@ class Load:
         steps: plain decoding steps.
         rounds: rounds of speculative decoding.
         full: of which all proposals were kept, so that the drafter takes in one position more.
-        passes: of the drafter in a round, on average; None: as many as the lookahead.
+        passes: of the drafter; None: as many as the lookahead in each round.
     """
 
     prefills: int
@@ -93,23 +89,32 @@ class Load:
         than the expected largest.
         """
         groups = [counts[i : i + batch] for i in range(0, len(counts), batch)]
-        total = RoundCounts.total(counts, counts[0].lookahead) if counts else None
+        known = all(c.passes is not None for c in counts)
         return cls(
             prefills=len(groups),
             steps=sum(max(c.emitted for c in group) for group in groups),
             rounds=sum(max(c.rounds for c in group) for group in groups),
             full=sum(max(c.full for c in group) for group in groups),
-            passes=None if total is None else total.passes_per_round,
+            passes=sum(max(c.passes or 0 for c in group) for group in groups) if known else None,
         )
 
+    @property
+    def passes_per_round(self) -> float | None:
+        """Mean drafter passes of a round; None: as many as the lookahead."""
+        return None if self.passes is None or not self.rounds else self.passes / self.rounds
 
-def break_even_acceptance(emitted: float, lookahead: int) -> float | None:
+
+def break_even_acceptance(emitted: float, proposed: float) -> float | None:
     """The acceptance rate (accepted / proposed) at which a round emits that many tokens.
 
     A round emits what was accepted and one more. None if even perfect acceptance falls short.
+
+    Args:
+        emitted: tokens of a round at which it costs what it saves.
+        proposed: proposals of a round, on average; the lookahead where drafts are always full.
     """
-    rate = max(0.0, (emitted - 1) / lookahead)
-    return rate if rate <= 1 else None
+    needed = max(0.0, emitted - 1)
+    return needed / proposed if needed <= proposed and proposed else None
 
 
 @torch.inference_mode()
@@ -135,8 +140,9 @@ def measure_latency(
         source: what an encoder reads; `prompt` is then its decoder's.
         block: masks in a draft of one pass; 0: it is drafted token by token.
     """
-    written = list(answer[: max(1, len(answer) // 2)])
+    half = list(answer[: max(1, len(answer) // 2)])
     widths = sorted(set(lookaheads))
+    longest = max([*widths, 1]) + 1 + block
     watch = Stopwatch(target.device)
     times: dict[str, list[float]] = {}
 
@@ -145,17 +151,25 @@ def measure_latency(
         work()
         times.setdefault(name, []).append(watch.lap())
 
+    def room(model: CachedModel, kept_free: int) -> int:
+        """Places that are left in a model's context."""
+        free = sys.maxsize if model.context is None else model.context - model.length
+        return max(1, free - kept_free)
+
     def feed(model: CachedModel, tokens: Sequence[int], keep: int, block: int = 0) -> None:
         model.feed_rows([tokens] * batch, keep=keep, block=block)
 
     def step(model: CachedModel, tokens: int, keep: int, block: int = 0) -> None:
         start = model.length
-        feed(model, (written * tokens)[:tokens], keep, block)
+        feed(model, (half * tokens)[: min(tokens, room(model, 0))], keep, block)
         model.crop(start)
 
     def prefill(model: CachedModel) -> None:
         model.reset(batch, [] if source is None else [source] * batch)
-        feed(model, prompt, keep=1)
+        feed(model, prompt[: room(model, longest)], keep=1)
+
+    def write(model: CachedModel) -> None:
+        feed(model, half[: room(model, longest)], keep=1)
 
     def draft(drafter: CachedModel, tokens: int) -> None:
         step(drafter, tokens + block, keep=block or 1, block=block)
@@ -165,11 +179,11 @@ def measure_latency(
         if repeat == 1:
             times.clear()
         timed("prefill_target", lambda: prefill(target))
-        feed(target, written, keep=1)
+        write(target)
         timed("ar", lambda: step(target, 1, keep=0))
         if drafter is not None:
             timed("prefill_drafter", lambda: prefill(drafter))
-            feed(drafter, written, keep=1)
+            write(drafter)
             timed("draft", lambda: draft(drafter, 1))
             timed("draft_after_full", lambda: draft(drafter, 1 if block else 2))
         for k in widths:
@@ -182,5 +196,4 @@ def measure_latency(
         verify={k: median[f"verify {k}"] for k in widths},
         prefill_target=median["prefill_target"],
         prefill_drafter=median.get("prefill_drafter", 0.0),
-        one_pass=block > 0,
     )

@@ -18,7 +18,13 @@ from draftsmith.checkpoints.loading import (
     load_model,
     load_tokenizer,
 )
-from draftsmith.checkpoints.pair import PairCheck, check_pair, context_of, own_vocabulary
+from draftsmith.checkpoints.pair import (
+    PairCheck,
+    SharedVocabulary,
+    check_pair,
+    context_of,
+    own_vocabulary,
+)
 from draftsmith.data.chat import Prompt, read_prompts
 from draftsmith.data.progress import say
 from draftsmith.errors import RequestError
@@ -88,10 +94,11 @@ class Request:
             target=target,
             drafter=drafter,
             shared=self.check.shared.without(banned),
-            allowed=own_vocabulary(self.tokenizer, self.check.target_rows).without(banned),
+            allowed=self._own_vocabulary().without(banned),
             limits=Limits(
                 settings.max_new_tokens,
                 stop_ids(model),
+                min_new_tokens=settings.min_new_tokens,
                 stop_strings=settings.stop,
                 decode=decode if settings.stop else None,
                 never_first=never_first(model),
@@ -99,7 +106,19 @@ class Request:
             text=lambda ids: str(decode(list(ids))),
             confidence=settings.confidence,
             block=None if drafter is None else Block.of(drafter.model.config),
+            sources=self._one_vocabulary,
         )
+
+    @property
+    def _one_vocabulary(self) -> bool:
+        family, _ = describe(self.configs.config, self.target)
+        return family.one_vocabulary(self.configs.config)
+
+    def _own_vocabulary(self) -> SharedVocabulary:
+        """What the target can say; a tokenizer knows that only if it reads the same tokens."""
+        if not self._one_vocabulary:
+            return SharedVocabulary(self.check.target_rows)
+        return own_vocabulary(self.tokenizer, self.check.target_rows)
 
     def load_drafter(self, settings: ScoreSettings) -> Proposing:
         """Load the drafter alone.
@@ -119,6 +138,7 @@ class Request:
             stop_ids(self.configs),
             settings.confidence,
             None if model is None else Block.of(model.model.config),
+            self._one_vocabulary,
         )
 
     def prompts(self, settings: ScoreSettings) -> list[Prompt]:
@@ -127,7 +147,10 @@ class Request:
         Raises:
             RequestError: a prompt can't be used, or leaves no room for an answer.
         """
-        return prompts_for(self.target, self.configs, self.tokenizer, settings)
+        prompts = prompts_for(self.target, self.configs, self.tokenizer, settings)
+        if prompts[0].source is not None and isinstance(self.drafter, ModelRef):
+            check_lengths(prompts, self.check.drafter_context, "drafter")
+        return prompts
 
     def _drafter(self, target_model: Any) -> CachedModel | None:
         if not isinstance(self.drafter, str):
@@ -181,8 +204,8 @@ def kept_layers(spec: str, layers: int) -> tuple[int, ...]:
     return kept
 
 
-def check_lengths(prompts: Sequence[Prompt], context: int | None) -> None:
-    """Refuse prompts that fill the target's context, or sources that its encoder can't hold.
+def check_lengths(prompts: Sequence[Prompt], context: int | None, whose: str = "target") -> None:
+    """Refuse prompts that fill a model's context, or sources that its encoder can't hold.
 
     Raises:
         RequestError: naming the longest one.
@@ -192,6 +215,6 @@ def check_lengths(prompts: Sequence[Prompt], context: int | None) -> None:
     # An encoder needs no room for an answer, which stands in the decoder.
     if context is not None and length >= context + (longest.source is not None):
         raise RequestError(
-            f"prompt {longest.name}: {length} tokens leave no room in the target's "
+            f"prompt {longest.name}: {length} tokens leave no room in the {whose}'s "
             f"context of {context}; shorten or remove it"
         )

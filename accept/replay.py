@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.accept.cache import CachedModel, Source
-from draftsmith.accept.decode import Round
+from draftsmith.accept.decode import Limits, Round
 from draftsmith.accept.drafters import Drafter
 from draftsmith.accept.warping import Warping
 from draftsmith.checkpoints.pair import SharedVocabulary
@@ -33,6 +33,7 @@ class RoundCounts:
         full: rounds in which all of `lookahead` was kept.
         at_position: rounds whose i-th proposal was kept, [lookahead].
         proposed: proposals made; None where an expectation of the rounds does not tell.
+        passes: of the drafter; None likewise: as many as the lookahead in each round.
     """
 
     lookahead: int
@@ -42,6 +43,7 @@ class RoundCounts:
     full: float = 0.0
     at_position: list[float] = field(default_factory=list)
     proposed: int | None = None
+    passes: int | None = None
 
     def __post_init__(self) -> None:
         """Make the positions."""
@@ -58,12 +60,14 @@ class RoundCounts:
             full=sum(r.accepted == lookahead for r in rounds),
             at_position=[float(sum(r.accepted > i for r in rounds)) for i in range(lookahead)],
             proposed=sum(r.proposed for r in rounds),
+            passes=sum(r.passes for r in rounds),
         )
 
     @classmethod
     def total(cls, counts: Sequence["RoundCounts"], lookahead: int) -> "RoundCounts":
         """Counts of all texts together."""
         proposed = [c.proposed for c in counts if c.proposed is not None]
+        passes = [c.passes for c in counts if c.passes is not None]
         return cls(
             lookahead,
             rounds=sum(c.rounds for c in counts),
@@ -72,6 +76,7 @@ class RoundCounts:
             full=sum(c.full for c in counts),
             at_position=[sum(c.at_position[i] for c in counts) for i in range(lookahead)],
             proposed=sum(proposed) if len(proposed) == len(counts) else None,
+            passes=sum(passes) if len(passes) == len(counts) else None,
         )
 
     def __add__(self, other: "RoundCounts") -> "RoundCounts":
@@ -80,10 +85,13 @@ class RoundCounts:
 
     @property
     def passes_per_round(self) -> float | None:
-        """Mean drafter passes of a round, of which the last may have proposed nothing."""
-        if self.proposed is None or not self.rounds:
-            return None
-        return min(self.lookahead, self.proposed / self.rounds + 1.0)
+        """Mean drafter passes of a round."""
+        return None if self.passes is None or not self.rounds else self.passes / self.rounds
+
+    @property
+    def proposed_per_round(self) -> float | None:
+        """Mean proposals of a round."""
+        return None if self.proposed is None or not self.rounds else self.proposed / self.rounds
 
     @property
     def accepted_per_round(self) -> float | None:
@@ -168,7 +176,9 @@ def replay_starts(
             proposed = min(k, len(draft.tokens))
             accepted = min(agreed, proposed)
             emitted = min(accepted + 1, len(answer) - i)
-            rounds[k].append(Round(proposed, accepted, emitted, 0.0, 0.0))
+            # A shorter draft would have ended after as many passes as it has proposals.
+            passes = draft.passes if len(draft.tokens) < k else min(k, draft.passes)
+            rounds[k].append(Round(proposed, accepted, emitted, 0.0, 0.0, passes=passes))
             starts[k] = i + accepted + 1
     return {k: RoundCounts.of_rounds(own, k) for k, own in rounds.items()}
 
@@ -260,9 +270,14 @@ def text_logprobs(
     vocabulary: SharedVocabulary,
     warping: Warping,
     source: Source | None = None,
+    limits: Limits | None = None,
 ) -> NDArray[np.float64]:
-    """Log p of each token of a text that the target drew, under that warping, [N]."""
-    p_NV = warping.probabilities(_logits_of_answer(target, prompt, answer, vocabulary, source))
+    """Log p of each token of a text that the target drew, under that warping, [N].
+
+    `limits` says which ids it could not begin or end with.
+    """
+    logits_NV = _logits_of_answer(target, prompt, answer, vocabulary, source)
+    p_NV = warping.probabilities(logits_NV if limits is None else limits.open(logits_NV, 0))
     chosen = torch.tensor(list(answer), device=p_NV.device)[:, None]
     p = p_NV.gather(-1, chosen)[:, 0].double().cpu().numpy()
     # What was drawn step by step may have lost its last mass to rounding in one pass.

@@ -64,7 +64,13 @@ def of_texts(
             None
             if warping.greedy
             else text_logprobs(
-                pair.target, prompt.ids, text.tokens, pair.allowed, warping, prompt.source
+                pair.target,
+                prompt.ids,
+                text.tokens,
+                pair.allowed,
+                warping,
+                prompt.source,
+                pair.limits,
             ),
             prompt.domain,
             prompt.source,
@@ -102,8 +108,11 @@ def of_traces(
             "without top_k, top_p or min_p, and replay holds for that alone; ask for it, or trace "
             "again"
         )
-    rows = store.rows("validation") or store.rows("train")
-    if not (fitting := [row for row in rows if row.sampled is not warping.greedy]):
+    for split in ("validation", "train"):
+        rows = store.rows(split)
+        if fitting := [row for row in rows if row.sampled is not warping.greedy]:
+            break
+    else:
         kind = "greedy" if warping.greedy else "sampled"
         raise RequestError(
             f"{store.folder}: holds no {kind} text; trace with another trace.sampled_share, or "

@@ -224,6 +224,6 @@ def _log_likelihoods(
 def _log_likelihood(logits_NV: torch.Tensor, text: Sequence[int]) -> float:
     """Of one text, from the logits before each of its tokens."""
     known = [(i, token) for i, token in enumerate(text) if token < logits_NV.shape[-1]]
-    places, ids = torch.tensor(known, device=logits_NV.device).reshape(-1, 2).T
+    places, ids = torch.tensor(known, dtype=torch.long, device=logits_NV.device).reshape(-1, 2).T
     logprobs = logits_NV.float().log_softmax(-1)[places, ids].double().clamp_min(_UNLIKELY)
     return float(logprobs.sum()) + _UNLIKELY * (len(text) - len(known))

@@ -29,7 +29,9 @@ from draftsmith.checkpoints import provenance
 from draftsmith.checkpoints.formats import ModelRef
 from draftsmith.checkpoints.generation import stop_ids
 from draftsmith.checkpoints.layout import cache_bytes
+from draftsmith.checkpoints.loading import describe
 from draftsmith.data.chat import Prompt
+from draftsmith.data.progress import say
 from draftsmith.data.traces import TraceStore
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import ScoreSettings
@@ -48,7 +50,7 @@ class Score:
     dtype: str
     machine: dict[str, Any]
     prompts: str
-    lossless: bool
+    lossless: bool | None
     decode: list[Row]
     replay: list[Row]
     by_domain: dict[str, dict[str, Any]]
@@ -101,8 +103,10 @@ def score_drafter(
     request = Request.of(target, drafter)
     texts = None
     if traces is not None:
+        _check_traces(request, settings, traces)
         tokens = len(request.tokenizer.get_vocab())
         texts = of_traces(traces, verification, stop_ids(request.configs), tokens)
+        texts = texts[: settings.limit]
         if settings.mode == "replay":
             return _score_traces(request, settings, verification, texts, traces.folder)
     prompts = request.prompts(settings)
@@ -111,6 +115,28 @@ def score_drafter(
     pair = request.load(settings, target_model)
     names = _names(request, pair.target, settings.prompts)
     return score_pair(pair, prompts, settings, verification, names=names, traces=texts)
+
+
+def _check_traces(request: Request, settings: ScoreSettings, store: TraceStore) -> None:
+    """Refuse traces where they can't be used.
+
+    Raises:
+        RequestError: nothing is replayed, or they are not of this kind of target.
+    """
+    if describe(request.configs.config, request.target)[0].has_encoder:
+        raise RequestError(
+            f"{store.folder}: traces hold no sources, and {request.target.spec} has an encoder; "
+            "leave the traces out"
+        )
+    if settings.mode == "decode":
+        raise RequestError(f"{store.folder}: mode decode replays nothing; leave the traces out")
+    if settings.mode == "replay" and settings.samples:
+        raise RequestError(
+            f"samples {settings.samples}: the target is not loaded for a replay of traces alone; "
+            "leave samples out, or choose mode both"
+        )
+    if store.about["target"] != request.target.spec:
+        say(f"note: the traces are of {store.about['target']}, not of {request.target.spec}")
 
 
 def _names(request: Request, model: CachedModel | None, prompts: str) -> dict[str, Any]:
@@ -144,8 +170,11 @@ def score_pair(
     """
     lookaheads = [] if settings.mode == "replay" else sorted(set(settings.lookahead))
     drafter = pair.proposer(verification)
-    replayed = _replayed(drafter, settings, verification)
+    replayed = _replayed(drafter, settings, verification, traces is not None)
     decoded = prompts[: settings.decode_prompts]
+    if not replayed or traces is not None:
+        # The others would be written for nothing.
+        prompts = decoded
     texts = decode_all(pair, prompts, len(decoded), lookaheads, verification, settings.batch)
     latency = _latency(pair, prompts, texts, {*lookaheads, *replayed}, settings.batch)
     rows = [
@@ -158,13 +187,11 @@ def score_pair(
     main = max(lookaheads or replayed)
     samples = _samples(pair, decoded, main, verification, settings.samples)
     return Score(
-        lossless=verification.exact
-        and all(ties(row, pair.target.model.dtype) for row in rows)
-        and (samples is None or samples["p_value"] >= _SURE),
+        lossless=_lossless(rows, verification, pair, samples),
         decode=rows,
         replay=replays,
         by_domain=by_domain([text.domain for text in finished], counts[main], main)
-        if main in replayed
+        if main in replayed and (traces is None or not lookaheads)
         else by_domain([p.domain for p in decoded], _real(texts, main), main),
         verdict=verdict(rows, replays, pair.target.device.type == "cpu", exact=verification.exact),
         waterfall=waterfall(texts, main) if lookaheads else None,
@@ -191,14 +218,14 @@ def _score_traces(
     """Score by the traces alone; only the drafter is loaded."""
     proposing = request.load_drafter(settings)
     drafter = proposing.drafter(verification.warping)
-    lookaheads = _replayed(drafter, settings, verification)
+    lookaheads = _replayed(drafter, settings, verification, asked=True)
     context = request.check.target_context
     counts = replay_all(drafter, texts, verification.warping, lookaheads, context)
     replays = [replay_row(k, counts[k], None, settings.batch) for k in lookaheads]
     main = max(lookaheads)
     model = proposing.model
     return Score(
-        lossless=verification.exact,
+        lossless=None if verification.exact else False,
         decode=[],
         replay=replays,
         by_domain=by_domain([text.domain for text in texts], counts[main], main),
@@ -211,8 +238,23 @@ def _score_traces(
     )
 
 
-def _replayed(drafter: Drafter, settings: ScoreSettings, verification: Verification) -> range:
-    """The lookaheads that are replayed.
+def _lossless(
+    rows: Sequence[Row], verification: Verification, pair: Pair, samples: dict[str, Any] | None
+) -> bool | None:
+    """Whether what was decoded is the target's own; None: nothing was decoded to tell it by."""
+    if verification.exact and not rows:
+        return None
+    return (
+        verification.exact
+        and all(ties(row, pair.target.model.dtype) for row in rows)
+        and (samples is None or samples["p_value"] >= _SURE)
+    )
+
+
+def _replayed(
+    drafter: Drafter, settings: ScoreSettings, verification: Verification, asked: bool
+) -> range:
+    """The lookaheads that are replayed; `asked`: for traces, which are of no other use.
 
     Raises:
         RequestError: nothing else was asked for, and it can't be had.
@@ -221,11 +263,10 @@ def _replayed(drafter: Drafter, settings: ScoreSettings, verification: Verificat
         return range(0)
     if can_replay(drafter, verification):
         return range(1, max(settings.replay_lookahead, *settings.lookahead) + 1)
-    if settings.mode == "replay":
-        raise RequestError(
-            f"mode replay: what {verification.name} keeps of this drafter can't be computed from "
-            "a finished text; use mode: decode"
-        )
+    why = f"what {verification.name} keeps of this drafter can't be computed from a finished text"
+    if settings.mode == "replay" or asked:
+        raise RequestError(f"replay: {why}; choose mode decode, without traces")
+    say(f"note: nothing is replayed: {why}")
     return range(0)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.accept.decode import Round
-
 
 @dataclass(frozen=True)
 class Interval:
@@ -89,49 +87,6 @@ def _checked(pairs_P2: NDArray[np.float64]) -> NDArray[np.float64]:
     if pairs_P2[empty_P, 0].any():
         raise ValueError("a pair has a numerator but a denominator of 0")
     return pairs_P2[~empty_P]
-
-
-@dataclass(frozen=True)
-class PositionAcceptance:
-    """Acceptance at each position of a draft; all are [lookahead].
-
-    Attributes:
-        accepted: rounds whose proposal there was kept.
-        reached: rounds that judged a proposal there, for all before it had been kept.
-        share: accepted / rounds; None without rounds.
-        conditional: accepted / reached; None where no round came so far.
-    """
-
-    accepted: list[int]
-    reached: list[int]
-    share: list[float | None]
-    conditional: list[float | None]
-
-
-def acceptance_by_position(rounds: Sequence[Round], lookahead: int) -> PositionAcceptance:
-    """Acceptance at each position, from rounds that were really decoded.
-
-    A replay's counts can't give `reached`: they do not tell a rejection from the end of a draft.
-
-    Raises:
-        ValueError: a round proposed more than `lookahead`.
-    """
-    if any(r.proposed > lookahead for r in rounds):
-        raise ValueError(f"a round proposed more than the lookahead of {lookahead}")
-    accepted = [sum(r.accepted > i for r in rounds) for i in range(lookahead)]
-    rejected = Counter(r.accepted for r in rounds if _rejected(r))
-    reached = [n + rejected[i] for i, n in enumerate(accepted)]
-    return PositionAcceptance(
-        accepted,
-        reached,
-        share=[n / len(rounds) if rounds else None for n in accepted],
-        conditional=[n / of if of else None for n, of in zip(accepted, reached, strict=True)],
-    )
-
-
-def _rejected(round_: Round) -> bool:
-    """Whether the target refused a proposal; after an accepted EOS the rest isn't judged."""
-    return round_.accepted < round_.proposed and round_.emitted > round_.accepted
 
 
 @dataclass(frozen=True)

@@ -108,15 +108,18 @@ def _spread(score: Plain) -> list[Text]:
     interval = row.get("emitted_per_round_interval")
     if interval is None:
         return []
-    keys = score["kv_bytes_per_token"]
-    drafter = f", the drafter's {keys['drafter']:,}" if keys["drafter"] else ""
-    return [
-        Text(
-            f"Over other prompts like these, emitted per round at k = {row['lookahead']} would be "
-            f"{interval[0]:.2f} to {interval[1]:.2f} (95 %). A token's keys and values take "
-            f"{keys['target']:,} bytes of the target{drafter}."
-        )
+    text = (
+        f"Over other prompts like these, emitted per round at k = {row['lookahead']} would be "
+        f"{interval[0]:.2f} to {interval[1]:.2f} (95 %)."
+    )
+    sizes = [
+        f"{size:,} bytes of the {name}"
+        for name, size in score["kv_bytes_per_token"].items()
+        if size is not None
     ]
+    if sizes:
+        text += f" A token's keys and values take {' and '.join(sizes)}."
+    return [Text(text)]
 
 
 def _rejected(score: Plain) -> list[Text]:

@@ -65,6 +65,7 @@ class Proposing:
         stop_ids: ids that end a text.
         confidence: stop drafting below it; 0: never.
         block: how it drafts in one pass; None: token by token.
+        sources: whether an encoder reads the tokens that are written, so that they can be copied.
     """
 
     model: CachedModel | None
@@ -72,11 +73,12 @@ class Proposing:
     stop_ids: frozenset[int]
     confidence: float = 0.0
     block: Block | None = None
+    sources: bool = True
 
     def drafter(self, warping: Warping) -> Drafter:
         """What proposes, drawing as the target does."""
         if self.model is None:
-            return PromptLookup(self.stop_ids)
+            return PromptLookup(self.stop_ids, self.vocabulary, sources=self.sources)
         if self.block is None:
             return AutoregressiveDrafter(
                 self.model, self.vocabulary, self.stop_ids, warping, self.confidence
@@ -98,11 +100,17 @@ class Pair:
     text: Callable[[Sequence[int]], str]
     confidence: float = 0.0
     block: Block | None = None
+    sources: bool = True
 
     def proposer(self, verification: Verification) -> Drafter:
         """What proposes, drawing as the target does."""
         proposing = Proposing(
-            self.drafter, self.shared, self.limits.stop_ids, self.confidence, self.block
+            self.drafter,
+            self.shared,
+            self.limits.stop_ids,
+            self.confidence,
+            self.block,
+            self.sources,
         )
         return proposing.drafter(verification.warping)
 
@@ -115,12 +123,14 @@ class Texts:
         plain: by the target alone, prompt by prompt, one at a time.
         speculative: lookahead -> groups of texts that were decoded together.
         alone_seconds: of each group, decoded together by the target alone.
+        alone_tokens: what it wrote in that time.
         joules: way of decoding -> energy, where the machine tells.
     """
 
     plain: list[Generation] = field(default_factory=list)
     speculative: dict[int, list[list[Generation]]] = field(default_factory=dict)
     alone_seconds: list[float] = field(default_factory=list)
+    alone_tokens: list[int] = field(default_factory=list)
     joules: dict[str, float] = field(default_factory=dict)
 
     def of(self, lookahead: int) -> list[Generation]:
@@ -159,9 +169,12 @@ def decode_all(
                 # Without proposals, a round is a plain step of all rows.
                 none = PromptLookup(pair.limits.stop_ids)
                 with measure_energy(pair.target.device) as energy:
-                    plain = _together(pair, none, prompts, group, 0, verification)[:1]
+                    plain = _together(pair, none, prompts, group, 0, verification)
             if real:
-                texts.alone_seconds.append(sum(t.prefill_seconds + t.seconds for t in plain))
+                # What is decoded together takes its time once.
+                timed = plain if batch == 1 else plain[:1]
+                texts.alone_seconds.append(sum(t.prefill_seconds + t.seconds for t in timed))
+                texts.alone_tokens.append(sum(len(t.tokens) for t in plain))
                 _add(texts.joules, "target alone", energy.joules)
                 for k in lookaheads:
                     with measure_energy(pair.target.device) as energy:

@@ -57,6 +57,8 @@ def verdict(
 
 def _reason(best: "Row", rows: Sequence["Row"]) -> str:
     """What keeps drafting from paying, at the lookahead where it is nearest to it."""
+    if (best.steps_per_round or 0.0) > (best.break_even_emitted_per_round or 0.0):
+        return "answers too short"
     if not _hopeless(rows):
         return "acceptance too low"
     # What a draft that costs nothing would leave.
@@ -74,7 +76,8 @@ def _predicted(row: "Row") -> float:
 
 
 def _text(best: "Row", measured: "Row | None", rows: Sequence["Row"], pays: bool) -> str:
-    reached, needed = best.emitted_per_round or 0.0, best.break_even_emitted_per_round or 0.0
+    reached = best.steps_per_round or best.emitted_per_round or 0.0
+    needed = best.break_even_emitted_per_round or 0.0
     if pays:
         return (
             f"Draft with k = {best.lookahead}: {_predicted(best):.2f} times the target's "
@@ -92,6 +95,12 @@ def _text(best: "Row", measured: "Row | None", rows: Sequence["Row"], pays: bool
             "Do not draft on this machine: at every lookahead a round costs more plain steps than "
             "the tokens that it can emit at most. Drafting or verifying must get cheaper first"
             f"{_cheaper(best, best.lookahead + 1.0)}."
+        )
+    if reached > needed:
+        return (
+            f"Do not draft on this machine: at its best lookahead, k = {best.lookahead}, a round "
+            f"gains {reached - needed:.2f} plain steps, which the drafter's pass over the prompt "
+            "uses up. Longer answers may pay."
         )
     share = best.break_even_acceptance
     more = "" if share is None else f" to {share:.0%} of proposals"

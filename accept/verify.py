@@ -22,10 +22,12 @@ class Draft:
         tokens: proposed ids, from the first on.
         q: the warped distributions that they were drawn from, [K, V]; None: each proposal had all
             of the mass.
+        passes: of the drafter that it took.
     """
 
     tokens: list[int]
     q: Tensor | None = None
+    passes: int = 0
 
 
 @dataclass(frozen=True)

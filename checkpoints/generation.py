@@ -79,8 +79,8 @@ def stop_ids(model: Any) -> frozenset[int]:
 def banned_ids(model: Any) -> frozenset[int]:
     """The ids that the generation config never lets a text hold."""
     config = model.generation_config
-    alone = (ids[0] for ids in getattr(config, "bad_words_ids", None) or () if len(ids) == 1)
-    return frozenset(_ids(config, "suppress_tokens") | set(alone))
+    alone = {ids[0] for ids in getattr(config, "bad_words_ids", None) or () if len(ids) == 1}
+    return frozenset(i for i in _ids(config, "suppress_tokens") | alone if i >= 0)
 
 
 def never_first(model: Any) -> frozenset[int]:
@@ -111,9 +111,9 @@ def decoder_start(model: Any) -> list[int]:
 
 
 def _ids(config: Any, name: str) -> set[int]:
-    """The ids in a field that holds one, several or none."""
+    """The ids in a field that holds one, several or none; negative ones stand for nothing."""
     found = getattr(config, name, None)
-    return {i for i in (found if isinstance(found, list) else [found]) if i is not None}
+    return {i for i in (found if isinstance(found, list) else [found]) if i is not None and i >= 0}
 
 
 def compact_generation_config(config: Any, selection: "Selection") -> Any:

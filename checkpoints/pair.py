@@ -39,6 +39,10 @@ class SharedVocabulary:
             logits[..., list(self.holes)] = -math.inf
         return logits
 
+    def has(self, token: int) -> bool:
+        """Whether an id is one of them."""
+        return 0 <= token < self.size and token not in self.holes
+
     def without(self, ids: Iterable[int]) -> "SharedVocabulary":
         """The same but for some ids that must not be said."""
         gone = {i for i in ids if i < self.size}

@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.accept.cache import CachedModel, padded_inputs
 from draftsmith.checkpoints.devices import compute_dtype, default_device
 from draftsmith.checkpoints.formats import ModelRef
-from draftsmith.checkpoints.generation import banned_ids, stop_ids
+from draftsmith.checkpoints.generation import banned_ids, never_first, stop_ids
 from draftsmith.checkpoints.loading import load_model, load_tokenizer, quiet_transformers
 from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary
 from draftsmith.data.chat import (
@@ -83,7 +83,7 @@ class Writer:
         self.vocabulary: SharedVocabulary = own_vocabulary(
             tokenizer, model.config.vocab_size
         ).without(banned_ids(model))
-        self.stop_ids = stop_ids(model)
+        self.stop_ids, self.never_first = stop_ids(model), sorted(never_first(model))
         self.pad_id = tokenizer.pad_token_id or 0
 
     @torch.inference_mode()
@@ -117,6 +117,8 @@ class Writer:
             logits_BV = self.vocabulary.restrict(
                 self.model.feed(ids, keep=1, mask_BS=mask, positions_BT=positions)[:, -1]
             ).float()
+            if not active[0].tokens:
+                logits_BV[:, [i for i in self.never_first if i < logits_BV.shape[-1]]] = -torch.inf
             tokens = _choose(logits_BV, [s.sampled for s in active], temperature, generator)
             _record(active, logits_BV, tokens, temperature, top_n)
             on_step(len(active))

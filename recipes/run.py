@@ -126,6 +126,8 @@ def check(run: Run) -> Shape:
             tokenizers differ, prompts can't be had, or an export is impossible.
     """
     from draftsmith.accept.pairing import prompts_for
+    from draftsmith.accept.samples import check_samples
+    from draftsmith.accept.verify import Verification
     from draftsmith.checkpoints.export import gguf
 
     config = load_config(run.source)
@@ -141,7 +143,11 @@ def check(run: Run) -> Shape:
         check_tokenizer_rows(run.tokenizer, source.vocab, run.source.spec)
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
-    prompts_for(run.target, target, run.tokenizer, run.recipe.score)
+    score = run.recipe.score
+    prompts = prompts_for(run.target, target, run.tokenizer, score)
+    if score.samples:
+        asked = Verification.of(score, run.recipe.seed)
+        check_samples(len(prompts[: score.decode_prompts]), asked, score.samples)
     if "gguf" in run.recipe.export.to:
         gguf.preflight(config, family, shape, run.target, run.recipe.export.gguf_type)
     return shape

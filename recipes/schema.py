@@ -308,6 +308,9 @@ class ScoreSettings:
         Field(description="prompts decoded for real and timed; the others are replayed"),
     ] = None
     max_new_tokens: Annotated[PositiveInt, Field(description="tokens written for each prompt")] = 64
+    min_new_tokens: Annotated[
+        int, Field(ge=0, description="tokens before which no text may end by an EOS")
+    ] = 0
     stop: Annotated[
         tuple[str, ...], Field(description="strings that end a text, as the EOS does")
     ] = ()

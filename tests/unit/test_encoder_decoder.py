@@ -237,6 +237,27 @@ def test_an_encoder_that_differs_in_one_weight_is_not_borrowed() -> None:
     assert not cached(make_model("llama")).borrow_encoder(cached(target))
 
 
+def test_what_was_read_before_is_forgotten() -> None:
+    model = cached(make_model("t5"))
+    model.reset(1, [[3, 4, 5]])
+    model.feed_list(START)
+    model.reset(1)
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        model.feed_list(START)
+
+
+@pytest.mark.parametrize("family", ["bart", "marian"])
+def test_ragged_rows_reach_the_end_of_the_table(family: str) -> None:
+    """32 places, three texts up to the last of them, with drafts that would reach past it."""
+    target = make_model(family, max_position_embeddings=32)
+    limits, read = Limits(100), sources(family, [3, 9, 17])
+    batch = together(target, drafter_of(perturbed(target, 0.05), limits), read, 8, limits)
+    for source, row in zip(read, batch, strict=True):
+        plain = greedy_decode(cached(target), START, limits, ALL, source)
+        assert row.tokens == plain.tokens
+        assert len(row.tokens) == 31
+
+
 def test_texts_and_sources_come_in_pairs() -> None:
     with pytest.raises(ValueError, match="2 texts, but 1 sources"):
         cached(make_model("t5")).reset(2, [[3, 4]])

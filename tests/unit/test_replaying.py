@@ -207,6 +207,8 @@ def test_a_score_of_traces_alone_loads_no_target(
     assert [row.lookahead for row in score.replay] == [1, 2, 3, 4]
     assert all(row.t_verify_ms is row.speedup_predicted is None for row in score.replay)
     assert score.verdict["drafting_pays"] is None
+    assert score.lossless is None
+    Console(width=100, file=StringIO()).print(render(score.to_plain()))
     assert "2 texts" in score.prompts
     # With the target in memory the same texts give speeds too, and the prompts are decoded.
     prompt_file = tmp_path / "p.jsonl"
@@ -215,6 +217,7 @@ def test_a_score_of_traces_alone_loads_no_target(
     full = score_drafter(resolve(str(target)), resolve(str(drafter)), both, traces=store)
     assert [row.rounds for row in full.replay] == [row.rounds for row in score.replay]
     assert full.replay[0].speedup_predicted is not None
+    assert full.lossless is True
     assert full.decode[0].lookahead == 3
 
 
@@ -233,3 +236,49 @@ def test_one_way_of_scoring_alone(mode: str, save: Callable[..., Path], tmp_path
     out = StringIO()
     Console(width=100, file=out).print(render(score.to_plain()))
     assert ("Nothing was decoded for real" in out.getvalue()) == (mode == "replay")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "decode"}, "mode decode replays nothing"),
+        ({"verify": "top_beta"}, "what top_beta keeps of this drafter can't be computed"),
+        ({"verify": "sampling", "temperature": 0.8, "confidence": 0.5}, "what sampling keeps"),
+        (
+            {"verify": "sampling", "temperature": 0.8, "samples": 9, "mode": "replay"},
+            "samples 9: the target is not loaded",
+        ),
+    ],
+    ids=["decode", "lossy", "unsure", "samples"],
+)
+def test_traces_that_would_be_of_no_use_are_refused(
+    settings: dict[str, Any], message: str, save: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = resolve(str(save(make_model())))
+    rows = [row_of(make_model(), [5, 6, 7], sampled) for sampled in (True, False)]
+    store = store_of(tmp_path / "t", rows)
+    with pytest.raises(RequestError, match=message):
+        score_drafter(folder, folder, ScoreSettings(**settings), traces=store)
+
+
+def test_traces_are_not_for_targets_with_an_encoder(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = resolve(str(save(make_model("t5"), make_tokenizer(template=None))))
+    store = store_of(tmp_path / "t", [row_of(make_model(), [5, 6, 7], False)])
+    with pytest.raises(RequestError, match="traces hold no sources"):
+        score_drafter(folder, folder, ScoreSettings(), traces=store)
+
+
+def test_a_kind_of_text_that_only_training_saw_is_found(tmp_path: Path) -> None:
+    """All rows that were held out are greedy; the sampled ones are elsewhere."""
+    rows = [row_of(make_model(), text, sampled=False) for text in prompts([3, 4, 5, 6])]
+    drawn = [row_of(make_model(), text, sampled=True) for text in prompts([7])]
+    folder = tmp_path / "t"
+    store = store_of(folder, [*rows, *drawn])
+    shares = {split: [row.sampled for row in store.rows(split)] for split in ("train",)}
+    assert shares["train"].count(True) == 1
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        store.about["validation_share"] = share
+        found = of_traces(store, Verification("sampling", WARM), STOPS, TOKENS)
+        assert len(found) == 1

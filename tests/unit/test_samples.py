@@ -189,3 +189,9 @@ def test_where_nothing_is_drawn_nothing_is_compared(pair: Pair, verification: Ve
 def test_too_few_samples_are_refused(pair: Pair) -> None:
     with pytest.raises(RequestError, match="take 6 or more"):
         compare_samples(pair, [Prompt("a", (5,))] * 2, 2, Verification("sampling", WARM), 5)
+
+
+def test_a_text_of_which_the_drafter_knows_no_token_is_unlikely() -> None:
+    from draftsmith.accept.samples import _UNLIKELY, _log_likelihood
+
+    assert _log_likelihood(torch.randn(1, 5), [7]) == _UNLIKELY

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draftsmith.accept.cache import CachedModel
+from draftsmith.accept.decode import Round
 from draftsmith.accept.figures import Row
 from draftsmith.accept.latency import Latency, Load, break_even_acceptance, measure_latency
 from draftsmith.accept.replay import RoundCounts
@@ -187,10 +188,10 @@ def test_cost_model_by_hand() -> None:
 
 def test_break_even_acceptance() -> None:
     """2.5 tokens a round at k = 3 are 1.5 accepted of 3 proposed."""
-    assert break_even_acceptance(2.5, lookahead=3) == pytest.approx(0.5)
-    assert break_even_acceptance(4.0, lookahead=3) == 1.0
-    assert break_even_acceptance(4.5, lookahead=3) is None
-    assert break_even_acceptance(0.5, lookahead=3) == 0.0
+    assert break_even_acceptance(2.5, 3) == pytest.approx(0.5)
+    assert break_even_acceptance(4.0, 3) == 1.0
+    assert break_even_acceptance(4.5, 3) is None
+    assert break_even_acceptance(0.5, 3) == 0.0
 
 
 def test_verdicts() -> None:
@@ -616,15 +617,71 @@ def test_a_drafter_says_in_its_config_that_it_drafts_blocks(
         scored(target, save(model, name="wrong"), prompts)
 
 
-def test_a_block_costs_one_pass_however_long_it_is() -> None:
-    from dataclasses import replace
-
-    block = replace(LATENCY, one_pass=True)
-    assert block.round_seconds(3) == pytest.approx(2e-3 + 12e-3)
+def test_drafts_cost_the_passes_that_they_took() -> None:
+    """A block takes one however long it is, and an unsure draft as many as it dared."""
     assert LATENCY.round_seconds(3, passes=1.5) == pytest.approx(3e-3 + 12e-3)
-    load = Load(prefills=1, steps=11, rounds=4, full=0)
+    block = Load(prefills=1, steps=11, rounds=4, full=0, passes=4)
     # Prompt of both, whose drafter's pass holds the first block, and three more rounds.
-    assert block.speedup(load, 3) == pytest.approx((20 + 100) / (20 + 4 + 3 * 14))
+    assert LATENCY.speedup(block, 3) == pytest.approx((20 + 100) / (20 + 4 + 3 * 14))
+    unsure = Load(prefills=1, steps=11, rounds=4, full=0, passes=7)
+    assert LATENCY.speedup(unsure, 3) == pytest.approx((20 + 100) / (20 + 4 + 6 * 2 + 3 * 12))
+    fixed = Load(prefills=1, steps=11, rounds=4, full=0)
+    assert LATENCY.speedup(fixed, 3) == LATENCY.speedup(
+        Load(prefills=1, steps=11, rounds=4, full=0, passes=12), 3
+    )
+
+
+def test_passes_are_counted_round_by_round() -> None:
+    rounds = [Round(n, 0, 1, 0.0, 0.0, passes=p) for n, p in ((0, 1), (0, 1), (4, 4), (4, 4))]
+    counts = RoundCounts.of_rounds(rounds, 4)
+    assert (counts.passes, counts.passes_per_round, counts.proposed_per_round) == (10, 2.5, 2.0)
+    # In a batch a round lasts as long as its longest draft.
+    load = Load.of([counts, RoundCounts.of_rounds([rounds[2]] * 4, 4)], batch=2)
+    assert (load.passes, load.passes_per_round) == (16, 4.0)
+    assert Load.of([counts, RoundCounts(4, rounds=2, emitted=4)], batch=1).passes is None
+
+
+def test_the_needed_acceptance_is_of_what_was_proposed(
+    save: Callable[..., Path], prompts: Path
+) -> None:
+    """0.4 proposals a round, and 1.3 plain steps to pay: three quarters of them."""
+    assert break_even_acceptance(1.3, 0.4) == pytest.approx(0.75)
+    assert break_even_acceptance(1.3, 0.2) is None
+    assert break_even_acceptance(1.0, 0.0) is None
+    target = resolve(str(save(make_model())))
+    for row in score_drafter(target, "prompt-lookup", asked(prompts)).decode:
+        assert row.proposed is not None
+        needed = row.break_even_emitted_per_round - 1.0
+        rate = needed * row.rounds / row.proposed if row.proposed else None
+        expected = None if rate is None or rate > 1 else max(0.0, rate)
+        assert row.break_even_acceptance == pytest.approx(expected)
+
+
+def test_speed_is_in_tokens_and_not_in_seconds() -> None:
+    """Drawn texts differ in length: 64 tokens in 0.64 s alone, 8 in 0.12 s with drafts."""
+    from draftsmith.accept.decode import Generation
+    from draftsmith.accept.figures import decode_row
+    from draftsmith.accept.trial import Texts
+    from draftsmith.data.chat import Prompt
+
+    drafted = Generation(tokens=[5] * 8, rounds=[Round(3, 3, 4, 0.0, 0.0)] * 2, seconds=0.12)
+    texts = Texts([Generation()], {3: [[drafted]]}, alone_seconds=[0.64], alone_tokens=[64])
+    sampling = Verification("sampling", Warping(1.0))
+    row = decode_row(3, texts, [Prompt("a", (1,))], LATENCY, sampling, 1)
+    assert row.speedup_measured == pytest.approx((8 / 0.12) / (64 / 0.64))
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"), [(1.33, "answers too short"), (1.2, "acceptance too low")]
+)
+def test_the_verdict_compares_what_a_round_replaces(steps: float, reason: str) -> None:
+    """In a batch that is what its longest row does, not what each row emits."""
+    from draftsmith.accept.verdict import verdict
+
+    changes = {"steps_per_round": steps, "break_even_emitted_per_round": 1.3}
+    found = verdict([judged(3, 0.8, 0.8, **changes)], [], on_cpu=False)
+    assert found["reason"] == reason
+    assert ("uses up" in found["text"]) == (reason == "answers too short")
 
 
 def test_generation_settings_hold_for_target_and_drafter(
@@ -643,15 +700,15 @@ def test_generation_settings_hold_for_target_and_drafter(
     path.write_text(
         json.dumps(
             config
-            | {"suppress_tokens": [30], "bad_words_ids": [[31], [32, 33]]}
-            | {"begin_suppress_tokens": [34]}
+            | {"suppress_tokens": [30], "bad_words_ids": [[31], [32, 33], [-1]]}
+            | {"begin_suppress_tokens": [34, 500]}
         )
     )
     pair = Request.of(resolve(str(target)), resolve(str(target))).load(asked(prompts))
     assert {30, 31} <= set(pair.allowed.holes)
     assert {30, 31} <= set(pair.shared.holes)
-    assert 32 not in pair.allowed.holes
-    assert pair.limits.never_first == {34}
+    assert {32, -1}.isdisjoint(pair.allowed.holes)
+    assert pair.limits.never_first == {34, 500}
     opened = pair.limits.open(torch.zeros(3, 96), emitted=0)
     assert torch.isneginf(opened).nonzero().tolist() == [[0, 34]]
     assert not torch.isneginf(pair.limits.open(torch.zeros(3, 96), emitted=1)).any()
@@ -732,3 +789,93 @@ def test_a_comparison_that_could_tell_nothing_is_refused_before_anything_is_load
     drawn: dict[str, Any] = {"verify": "sampling", "temperature": 1.0} | settings
     with pytest.raises(RequestError, match=message):
         scored(folder, folder, prompts, **drawn)
+
+
+@pytest.mark.parametrize("family", ["bart", "marian", "t5"])
+def test_A11_an_encoder_decoder_of_a_short_context_drafts_up_to_it(
+    family: str, save: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its decoder's places end in the middle of a text, or its encoder can't hold the source."""
+    plain = make_tokenizer(template=None)
+    short = {} if family == "t5" else {"max_position_embeddings": 16}
+    target = save(make_model(family), plain, "target")
+    drafter = save(make_model(family, seed=1, **short), plain, "drafter")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"text": "how"}\n{"text": "a list"}\n{"text": "she has"}\n')
+    long = {"max_new_tokens": 40, "decode_prompts": None}
+    for batch in (1, 3):
+        score = scored(target, drafter, prompts, **long, batch=batch)
+        assert score.lossless
+        assert score.decode[1].rounds == score.replay[3].rounds
+    prompts.write_text(json.dumps({"id": "long", "text": "how many apples " * 9}) + "\n")
+    if short:
+        with pytest.raises(RequestError, match=r"prompt long: .* no room in the drafter's"):
+            scored(target, drafter, prompts)
+
+
+def test_lookaheads_past_the_context_are_timed_within_it(
+    save: Callable[..., Path], prompts: Path
+) -> None:
+    folder = save(make_model(max_position_embeddings=48))
+    score = scored(folder, folder, prompts, lookahead=(60,), mode="decode")
+    assert score.lossless
+    assert score.decode[0].t_verify_ms > 0
+
+
+def test_a_target_that_writes_in_a_vocabulary_of_its_own(
+    save: Callable[..., Path], prompts: Path
+) -> None:
+    """Marian with 96 tokens to read and 120, or 40, to write: its output is transformers' own."""
+    plain = make_tokenizer(template=None)
+    for size in (120, 40):
+        own = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": size}
+        model = make_model("marian", **own)
+        target = save(model, plain, f"target{size}")
+        from draftsmith.accept.pairing import Request
+
+        settings = asked(prompts, decode_prompts=1)
+        request = Request.of(resolve(str(target)), "prompt-lookup")
+        pair, (prompt, *_) = request.load(settings), request.prompts(settings)
+        assert pair.allowed.size == size
+        from draftsmith.accept.decode import greedy_decode
+
+        ours = greedy_decode(pair.target, prompt.ids, pair.limits, pair.allowed, prompt.source)
+        theirs = model.generate(
+            torch.tensor([prompt.source]), max_new_tokens=16, do_sample=False, num_beams=1
+        )
+        assert theirs[0, 1:].tolist()[: len(ours.tokens)] == ours.tokens
+        assert score_drafter(resolve(str(target)), "prompt-lookup", settings).lossless
+
+
+def test_copies_end_before_what_must_not_be_said() -> None:
+    from draftsmith.accept.drafters import PromptLookup
+    from draftsmith.checkpoints.pair import SharedVocabulary
+
+    lookup = PromptLookup(frozenset(), SharedVocabulary(50, holes=(7,)))
+    assert lookup.propose([[1, 2, 9, 7, 8, 1, 2]], [4])[0].tokens == [9]
+    assert lookup.propose([[1, 2, 9, 60, 8, 1, 2]], [4])[0].tokens == [9]
+
+
+def test_sampled_replay_knows_what_no_text_begins_with() -> None:
+    """Over the first token, kept proposals are as likely as their sum of min(p, q) says."""
+    from draftsmith.accept.decode import Limits
+    from draftsmith.accept.replay import sampling_acceptance, text_logprobs
+    from draftsmith.checkpoints.pair import SharedVocabulary
+
+    every, warm = SharedVocabulary(96), Warping(1.0)
+    target, drafter = CachedModel(make_model()), CachedModel(make_model(seed=1))
+    target.reset()
+    logits = target.feed_list([5, 6, 7], keep=1)
+    likely = frozenset(logits[0].topk(4).indices.tolist())
+    limits = Limits(1, never_first=likely)
+    p = warm.probabilities(limits.open(logits, 0))[0].double()
+    drafter.reset()
+    q = warm.probabilities(drafter.feed_list([5, 6, 7], keep=1))[0].double()
+    kept = 0.0
+    for token in range(96):
+        if token in likely:
+            continue
+        logprobs = text_logprobs(target, [5, 6, 7], [token], every, warm, limits=limits)
+        w = sampling_acceptance(drafter, [5, 6, 7], [token], logprobs, every, warm)
+        kept += float(p[token] * w[0])
+    assert kept == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)

@@ -11,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draftsmith.accept.decode import Round
-from draftsmith.accept.replay import RoundCounts
 from draftsmith.accept.statistics import (
     RejectedToken,
-    acceptance_by_position,
     mean_weights,
     most_rejected,
     pearson,
@@ -100,59 +97,6 @@ def test_impossible_pairs_are_refused(pair: tuple[float, float]) -> None:
 def test_impossible_levels_are_refused(level: float) -> None:
     with pytest.raises(ValueError, match="level"):
         ratio_interval([(1, 1), (1, 2)], level=level)
-
-
-def made(proposed: int, accepted: int, emitted: int) -> Round:
-    return Round(proposed, accepted, emitted, 0.0, 0.0)
-
-
-def test_acceptance_by_position() -> None:
-    rounds = [
-        made(3, 3, 4),
-        made(3, 0, 1),
-        made(3, 2, 3),
-        made(2, 2, 3),  # the end of a text left room for two: the third was never judged
-        made(0, 0, 1),  # and here for none
-    ]
-    found = acceptance_by_position(rounds, 3)
-    assert found.accepted == [3, 3, 1]
-    assert found.accepted == RoundCounts.of_rounds(rounds, 3).at_position
-    assert found.reached == [4, 3, 2]
-    assert found.share == [3 / 5, 3 / 5, 1 / 5]
-    assert found.conditional == [3 / 4, 1.0, 1 / 2]
-
-
-def test_what_follows_an_accepted_end_of_text_is_not_judged() -> None:
-    found = acceptance_by_position([made(4, 2, 2)], 4)
-    assert found.reached == [1, 1, 0, 0]
-    assert found.conditional == [1.0, 1.0, None, None]
-
-
-def test_a_rejection_answered_by_an_end_of_text_is_one() -> None:
-    found = acceptance_by_position([made(4, 2, 3)], 4)
-    assert found.reached == [1, 1, 1, 0]
-    assert found.conditional == [1.0, 1.0, 0.0, None]
-
-
-def test_no_rounds_have_no_shares() -> None:
-    found = acceptance_by_position([], 2)
-    assert found.share == found.conditional == [None, None]
-    assert found.accepted == found.reached == [0, 0]
-
-
-def test_longer_drafts_than_the_lookahead_are_refused() -> None:
-    with pytest.raises(ValueError, match="lookahead of 2"):
-        acceptance_by_position([made(3, 1, 2)], 2)
-
-
-def test_conditionals_multiply_to_shares_when_no_draft_is_cut() -> None:
-    draws = np.random.default_rng(0)
-    rounds = [made(4, a, a + 1) for a in draws.integers(0, 5, 50).tolist()]
-    found = acceptance_by_position(rounds, 4)
-    assert found.reached[0] == 50
-    for i in range(4):
-        conditional = [c for c in found.conditional[: i + 1] if c is not None]
-        assert math.prod(conditional) == pytest.approx(found.share[i])
 
 
 def test_most_rejected() -> None:
