@@ -61,8 +61,9 @@ test-oldest: $(OLDEST)/installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not shared and not real" tests/unit/test_decode.py \
 	  tests/unit/test_slicing.py tests/unit/test_masks.py tests/unit/test_trace_writer.py \
 	  tests/unit/test_streaming.py tests/unit/test_layout_counts.py tests/unit/test_token_map.py \
-  tests/unit/test_batch.py tests/unit/test_verify.py tests/unit/test_score.py \
-  tests/unit/test_encoder_decoder.py tests/unit/test_replaying.py
+	  tests/unit/test_batch.py tests/unit/test_verify.py tests/unit/test_score.py \
+	  tests/unit/test_encoder_decoder.py tests/unit/test_replaying.py tests/unit/test_lora.py \
+	  tests/unit/test_best.py
 
 test-wheel: $(VENV)/installed-dev
 	rm -rf build dist
