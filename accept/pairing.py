@@ -85,16 +85,14 @@ class Request:
             target_model: the target, if it is loaded already.
         """
         model = target_model if target_model is not None else load_model(self.target)
-        target, banned = cached(model), banned_ids(model)
-        drafter = self._drafter(model)
+        target, drafter = cached(model), self._drafter(model)
         if drafter is not None:
             drafter.borrow_encoder(target)
         decode = self.tokenizer.decode
         return Pair(
-            target=target,
-            drafter=drafter,
-            shared=self.check.shared.without(banned),
-            allowed=self._own_vocabulary().without(banned),
+            target,
+            self._proposing(drafter, settings),
+            allowed=self._own_vocabulary().without(banned_ids(model)),
             limits=Limits(
                 settings.max_new_tokens,
                 stop_ids(model),
@@ -104,9 +102,16 @@ class Request:
                 never_first=never_first(model),
             ),
             text=lambda ids: str(decode(list(ids))),
-            confidence=settings.confidence,
-            block=None if drafter is None else Block.of(drafter.model.config),
-            sources=self._one_vocabulary,
+        )
+
+    def _proposing(self, drafter: CachedModel | None, settings: ScoreSettings) -> Proposing:
+        return Proposing(
+            drafter,
+            self.check.shared.without(banned_ids(self.configs)),
+            stop_ids(self.configs),
+            settings.confidence,
+            None if drafter is None else Block.of(drafter.model.config),
+            self._one_vocabulary,
         )
 
     @property
@@ -132,14 +137,7 @@ class Request:
                 "does not load; leave the traces out"
             )
         model = None if isinstance(self.drafter, str) else cached(load_model(self.drafter))
-        return Proposing(
-            model,
-            self.check.shared.without(banned_ids(self.configs)),
-            stop_ids(self.configs),
-            settings.confidence,
-            None if model is None else Block.of(model.model.config),
-            self._one_vocabulary,
-        )
+        return self._proposing(model, settings)
 
     def prompts(self, settings: ScoreSettings) -> list[Prompt]:
         """The prompts of a score.

@@ -196,7 +196,7 @@ def _figures(pair: Pair, prompt: Prompt, texts: Texts) -> NDArray[np.float64]:
     """Log-likelihoods of texts under the target and under the drafter, [texts, 1 or 2]."""
     found = [_log_likelihoods(pair.target, prompt, texts, pair.allowed)]
     if pair.drafter is not None:
-        found.append(_log_likelihoods(pair.drafter, prompt, texts, pair.shared))
+        found.append(_log_likelihoods(pair.drafter, prompt, texts, pair.proposing.vocabulary))
     return np.stack(found, axis=-1)
 
 

@@ -242,7 +242,7 @@ def _lossless(
     rows: Sequence[Row], verification: Verification, pair: Pair, samples: dict[str, Any] | None
 ) -> bool | None:
     """Whether what was decoded is the target's own; None: nothing was decoded to tell it by."""
-    if verification.exact and not rows:
+    if verification.exact and not rows and samples is None:
         return None
     return (
         verification.exact
@@ -283,7 +283,7 @@ def _latency(
         lookaheads,
         batch,
         prompts[typical].source,
-        0 if pair.block is None else pair.block.size,
+        0 if pair.proposing.block is None else pair.proposing.block.size,
     )
 
 

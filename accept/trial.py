@@ -90,29 +90,30 @@ class Proposing:
 
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and drafter, and what they may say; no drafter: prompt lookup."""
+    """A loaded target and drafter, and what they may say.
+
+    Attributes:
+        target: the target.
+        proposing: the drafter.
+        allowed: ids that the target may say.
+        limits: when a text ends.
+        text: ids -> string.
+    """
 
     target: CachedModel
-    drafter: CachedModel | None
-    shared: SharedVocabulary
+    proposing: Proposing
     allowed: SharedVocabulary
     limits: Limits
     text: Callable[[Sequence[int]], str]
-    confidence: float = 0.0
-    block: Block | None = None
-    sources: bool = True
+
+    @property
+    def drafter(self) -> CachedModel | None:
+        """The drafting model; None: prompt lookup."""
+        return self.proposing.model
 
     def proposer(self, verification: Verification) -> Drafter:
         """What proposes, drawing as the target does."""
-        proposing = Proposing(
-            self.drafter,
-            self.shared,
-            self.limits.stop_ids,
-            self.confidence,
-            self.block,
-            self.sources,
-        )
-        return proposing.drafter(verification.warping)
+        return self.proposing.drafter(verification.warping)
 
 
 @dataclass(frozen=True)

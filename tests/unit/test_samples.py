@@ -13,7 +13,7 @@ from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.decode import Generation, Limits, plain_decode
 from draftsmith.accept.drafters import AutoregressiveDrafter
 from draftsmith.accept.samples import SampleComparison, compare_samples
-from draftsmith.accept.trial import Pair
+from draftsmith.accept.trial import Pair, Proposing
 from draftsmith.accept.verify import Draft, Verdict, Verification
 from draftsmith.accept.warping import Warping, draw
 from draftsmith.checkpoints.pair import SharedVocabulary
@@ -28,8 +28,11 @@ WARM = Warping(0.7)
 def pair_of(target: Any, drafter: Any, shared: int = TINY_VOCAB) -> Pair:
     return Pair(
         CachedModel(target),
-        None if drafter is None else CachedModel(drafter),
-        SharedVocabulary(shared),
+        Proposing(
+            None if drafter is None else CachedModel(drafter),
+            SharedVocabulary(shared),
+            frozenset({2}),
+        ),
         SharedVocabulary(TINY_VOCAB),
         Limits(64, frozenset({2})),
         text=str,

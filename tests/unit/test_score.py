@@ -440,7 +440,7 @@ def test_A7_low_precision_is_stated_and_its_near_ties_are_told_from_faults() -> 
     """Two equal head rows, and two that are one bfloat16 step apart."""
     from draftsmith.accept.decode import Limits
     from draftsmith.accept.score import score_pair
-    from draftsmith.accept.trial import Pair
+    from draftsmith.accept.trial import Pair, Proposing
     from draftsmith.checkpoints.pair import SharedVocabulary
     from draftsmith.data.chat import Prompt
     from tests.unit.test_decode import prompts as random_prompts
@@ -452,9 +452,8 @@ def test_A7_low_precision_is_stated_and_its_near_ties_are_told_from_faults() -> 
         head[51] = head[41] * (1 + 2**-7)
     drafter = make_model(seed=1, num_hidden_layers=2).bfloat16()
     every = SharedVocabulary(target.config.vocab_size)
-    pair = Pair(
-        CachedModel(target), CachedModel(drafter), every, every, Limits(24), lambda ids: str(ids)
-    )
+    proposing = Proposing(CachedModel(drafter), every, frozenset())
+    pair = Pair(CachedModel(target), proposing, every, Limits(24), lambda ids: str(ids))
     score = score_pair(
         pair,
         [
@@ -706,7 +705,7 @@ def test_generation_settings_hold_for_target_and_drafter(
     )
     pair = Request.of(resolve(str(target)), resolve(str(target))).load(asked(prompts))
     assert {30, 31} <= set(pair.allowed.holes)
-    assert {30, 31} <= set(pair.shared.holes)
+    assert {30, 31} <= set(pair.proposing.vocabulary.holes)
     assert {32, -1}.isdisjoint(pair.allowed.holes)
     assert pair.limits.never_first == {34, 500}
     opened = pair.limits.open(torch.zeros(3, 96), emitted=0)
