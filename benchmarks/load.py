@@ -1,6 +1,7 @@
 """At which batch size does drafting stop paying?
 
     .venv/bin/python benchmarks/load.py [--quick] [--drafter DIR] [--target MODEL] [-k K]
+        [--tokens N]
 
 Decodes the same 16 texts in groups of 1 to 16, by the target alone and with drafts, interleaved.
 Prints `speedup_by_batch` (seconds alone over seconds with drafts, median, smallest, largest),
@@ -84,9 +85,10 @@ def main() -> None:
     parser.add_argument("--drafter", metavar="DIR", help="a finished drafter of the target")
     parser.add_argument("--target", metavar="MODEL", default=TARGET)
     parser.add_argument("-k", type=int, default=3, help="lookahead")
+    parser.add_argument("--tokens", type=int, default=24, help="of each text")
     arguments = parser.parse_args()
     quiet_transformers()
-    texts, tokens = (4, 8) if arguments.quick else (16, 24)
+    texts, tokens = (4, 8) if arguments.quick else (16, arguments.tokens)
     bench = Bench(arguments.target, arguments.drafter, texts, tokens, arguments.k)
     speedups, rates, equal = {}, {}, True
     for batch in (1, 4) if arguments.quick else (1, 2, 4, 8, 16):
