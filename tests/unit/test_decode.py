@@ -363,19 +363,19 @@ def test_counts_of_short_drafts_and_of_both_texts() -> None:
     counts = RoundCounts.of_rounds(rounds, lookahead=4)
     assert counts.full == 1
     both = counts + RoundCounts.of_rounds(rounds[:1], lookahead=4)
-    assert both == RoundCounts(4, 3, 10, 13, 2, [3.0, 3.0, 2.0, 2.0], proposed=10)
+    assert both == RoundCounts(4, 3, 10, 13, 2, [3.0, 3.0, 2.0, 2.0], proposed=10, passes=0)
 
 
 def test_seconds_are_those_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that ticks whenever it is read: two laps a round, and one at the end."""
+    """With a clock that ticks whenever it is read: encoders, two laps a round, and the end."""
     ticks = iter(range(1000))
     monkeypatch.setattr("draftsmith.accept.decode.time.perf_counter", lambda: float(next(ticks)))
     text = list(range(10, 30))
     cached = AutoregressiveDrafter(Scripted(text), ALL, frozenset())  # type: ignore[arg-type]
     result = speculative_decode(Scripted(text), cached, [50], 4, Limits(10), ALL)  # type: ignore[arg-type]
-    # The first verification takes in the prompt and is counted as its prefill.
+    # What encoders read, and the first verification, which takes in the prompt, are its prefill.
     assert [(r.draft_seconds, r.verify_seconds) for r in result.rounds] == [(1.0, 0.0), (1.0, 1.0)]
-    assert (result.prefill_seconds, result.seconds) == (1.0, 4.0)
+    assert (result.prefill_seconds, result.seconds) == (2.0, 4.0)
 
 
 def test_a_drafter_forgets_what_was_rejected() -> None:

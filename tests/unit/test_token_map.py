@@ -23,6 +23,7 @@ from draftsmith.checkpoints.slicing import Selection
 from draftsmith.checkpoints.token_map import FILE, TokenMap
 from draftsmith.errors import RequestError
 from draftsmith.prune.compact import compact_from_file
+from draftsmith.recipes.schema import ScoreSettings
 from tests.conftest import TINY_VOCAB, make_model
 
 Save = Callable[..., Path]
@@ -99,12 +100,7 @@ def test_it_drafts_exactly(pair: tuple[Path, Path], tmp_path: Path) -> None:
     score = score_drafter(
         resolve(str(pair[0])),
         resolve(str(pair[1])),
-        prompts=str(prompts),
-        limit=None,
-        decode_prompts=None,
-        max_new_tokens=12,
-        lookaheads=(2,),
-        replay_lookahead=2,
+        ScoreSettings(prompts=str(prompts), max_new_tokens=12, lookahead=(2,), replay_lookahead=2),
     )
     assert score.lossless
     real, replayed = score.decode[0], score.replay[1]
