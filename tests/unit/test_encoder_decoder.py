@@ -86,6 +86,20 @@ def test_plain_decoding_is_transformers_own(family: str) -> None:
         assert (theirs[len(START) :] if begun else theirs)[: len(ours.tokens)] == ours.tokens
 
 
+def test_what_a_decoder_reads_first() -> None:
+    """Its start, then what is forced: by places, or as a first word; without a start, an error."""
+    model = make_model("bart")
+    config = model.generation_config
+    config.forced_bos_token_id = 7
+    assert decoder_start(model) == [1, 7]
+    config.forced_decoder_ids = [[2, 9], [1, 8]]
+    assert decoder_start(model) == [1, 8, 9]
+    for place in (config, model.config):
+        place.decoder_start_token_id = place.bos_token_id = None
+    with pytest.raises(RequestError, match="decoder_start_token_id is missing"):
+        decoder_start(model)
+
+
 @pytest.mark.parametrize("family", SEQ2SEQ)
 def test_A10_ragged_batches_are_those_alone(family: str) -> None:
     """Sources of 3, 9, 17 and 1 tokens; rows accept different amounts and end at other times."""

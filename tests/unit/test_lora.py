@@ -82,6 +82,17 @@ def test_the_axes_say_which_projections_have_one() -> None:
         adapted("encoder_ffn")
 
 
+def test_the_seed_alone_decides_how_adapters_begin() -> None:
+    def begun(seed: int) -> list[torch.Tensor]:
+        model = make_model()
+        torch.seed()
+        learning = add_adapters(model, families()["llama"], ("ffn",), 2, 1.0, seed)
+        return [p.detach() for name, p in learning.items() if "lora_A" in name]
+
+    assert all(a.equal(b) for a, b in zip(begun(5), begun(5), strict=True))
+    assert not any(a.equal(b) for a, b in zip(begun(5), begun(6), strict=True))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_A19_a_recovered_drafter_is_a_plain_checkpoint(
     tied: bool, save: Callable[..., Path], tmp_path: Path

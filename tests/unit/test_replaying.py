@@ -100,6 +100,31 @@ def test_greedy_traces_give_the_rounds_of_real_decoding(
     assert all(c.proposed is not None for c in copied[3])
 
 
+@pytest.mark.parametrize(
+    ("answer", "most", "limit"),
+    [
+        ([7, 8, 2], 14, 14),  # ended by its EOS, with room for more
+        ([7, 8, 2], 3, 3),  # by its EOS in the last place, where none may be proposed
+        ([7, 8, 9], 3, 3),  # by the limit
+        ([7, 8, 9], 14, 3),  # by the context
+        ([7, 8, 2], None, 4),  # in a store that does not say
+    ],
+)
+def test_how_long_a_stored_text_could_have_been(
+    tmp_path: Path, answer: list[int], most: int | None, limit: int
+) -> None:
+    nothing = np.zeros(len(answer))
+    row = TraceRow(
+        np.array([5, 6, *answer], np.int32), 2, False, nothing, nothing[:, None], nothing[:, None]
+    )
+    about = {} if most is None else {"max_new_tokens": most}
+    store = store_of(tmp_path / "t", [row], **about)
+    if most is None:
+        del store.about["max_new_tokens"]
+    (text,) = of_traces(store, Verification(), STOPS, TOKENS)
+    assert text.limit == limit
+
+
 def test_sampled_traces_hold_the_probability_of_what_was_emitted(
     tmp_path: Path, texts: list[list[int]]
 ) -> None:
