@@ -135,6 +135,49 @@ def run(
             print(f"Nothing was left to do: {work.out} is finished and its settings are unchanged.")
 
 
+@app.command(
+    epilog="draftsmith plan quickstart  ·  draftsmith plan mine.yaml --check  ·  draftsmith plan "
+    "mine.yaml --gpus 4 -s distill.accumulate=4 --json plan.json"
+)
+def plan(
+    recipe: RecipeArgument,
+    settings: SetOption = None,
+    only_check: Annotated[
+        bool,
+        typer.Option("--check", help="legality and memory only: nothing is computed or measured"),
+    ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="processes, each with a GPU; default: as many as are here"
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="write all figures here, in bytes")
+    ] = None,
+    out: OutOption = None,
+    allow_pickle: AllowPickleOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Will the distill stage fit, is there text enough, and how long will it take?"""
+    with _session(quiet, debug):
+        work = _open_run(recipe, settings, out, allow_pickle)
+        _check_json_folder(json_file)
+        from draftsmith.checkpoints.loading import quiet_transformers
+        from draftsmith.data.files import storage, write_json
+        from draftsmith.recipes.planning import PlannedRun, render
+        from draftsmith.recipes.planning import plan as make_plan
+
+        quiet_transformers()
+        planned_run = PlannedRun(work.recipe, work.out, allow_pickle)
+        planned = make_plan(planned_run, gpus, measure=not only_check)
+        if json_file is not None:
+            with storage(json_file):
+                write_json(json_file, planned.to_plain())
+        _print(render(planned))
+
+
 def _stage_command(name: str, help_text: str) -> None:
     @app.command(
         name, help=help_text, epilog=f"draftsmith {name} quickstart  ·  draftsmith {name} mine.yaml"
@@ -227,10 +270,7 @@ def score(
             ScoreSettings,
             options | {"lookahead": _lookaheads(lookahead), "stop": tuple(stop or ())},
         )
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise RequestError(
-                f"--json {json_file}: there is no folder {json_file.parent}; make it"
-            )
+        _check_json_folder(json_file)
         from draftsmith.accept.pairing import PROMPT_LOOKUP, SKIP_LAYERS
         from draftsmith.accept.score import score_drafter
         from draftsmith.checkpoints.formats import resolve
@@ -402,6 +442,11 @@ def _open_run(recipe: str, settings: list[str] | None, out: Path | None, allow_p
     from draftsmith.recipes.run import Run
 
     return Run(loaded, out or Path("runs") / locate(recipe).stem, allow_pickle)
+
+
+def _check_json_folder(file: Path | None) -> None:
+    if file is not None and not file.absolute().parent.is_dir():
+        raise RequestError(f"--json {file}: there is no folder {file.parent}; make it")
 
 
 def _lookaheads(text: str) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ from draftsmith.checkpoints.loading import describe, load_model, quiet_transform
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.traces import TraceStore
 from draftsmith.distill.batches import collate
+from draftsmith.distill.head_loss import HeadLoss
 from draftsmith.distill.losses import forward_kl
-from draftsmith.distill.train import HeadLoss, hidden_at_answers
+from draftsmith.distill.states import hidden_at_answers
 from draftsmith.prune.masks import applied, hard_masks
 
 SETS = ("0,1,24,29", "0,16,24,29", "0,1,25,29", "0,1,2,29", "0,10,20,29", "0,1,2,3")
@@ -49,7 +50,7 @@ def main() -> None:
             applied(model, family, shape, masks),
             autocast(model, compute_dtype("auto", model.device)),
         ):
-            total = head(hidden_at_answers(model, batch), weight, batch)
+            total = head(hidden_at_answers(model, batch), weight, batch.traces)
         figures[text] = round(float(total) / batch.tokens, 3)
         print(f"{text:>16}  {figures[text]:.2f} nats")
     report({"forward_kl": figures, "tokens": batch.tokens})

@@ -129,6 +129,12 @@ def cache_bytes(
     return 2 * bytes_per_value * (own + cross)
 
 
+def narrowest_window(config: Any, family: Family) -> int | None:
+    """Tokens of the narrowest attention window of a decoder; none: all layers see everything."""
+    windows = _windows(config, shape_of(config, family))
+    return min((window for window in windows if window), default=None)
+
+
 def _windows(config: Any, shape: Shape) -> list[int | None]:
     """Each decoder layer's attention window; None: it sees everything."""
     window = getattr(config, "sliding_window", None)

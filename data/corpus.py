@@ -106,6 +106,11 @@ def _examples(files: Sequence[Path], text_key: str) -> Iterator[dict[str, str]]:
         yield {"text": text}
 
 
+def file_domain(path: Path) -> str:
+    """What a file's texts are called in figures by domain: its name without the endings."""
+    return Path(path.name.removesuffix(".gz").removesuffix(".zst")).stem
+
+
 def _is_data(path: Path) -> bool:
     return path.is_file() and path.name.endswith(SUFFIXES)
 

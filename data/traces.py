@@ -9,12 +9,15 @@ A store is a folder of safetensors shards and an index. A shard holds rows one a
     logprobs        float32 [A]     log p of each answer token, under the warping it was drawn with
     top_ids         uint16 or int32 [A, n]   the target's n likeliest tokens at each answer position
     top_logprobs    float16 [A, n]  and their log-probabilities at temperature 1
+    domains         uint16  [R]     what kind of prompt, as a number in the names that the shard's
+                                    metadata hold (JSON under `domains`); left out if none has one
 """
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +44,7 @@ class TraceRow:
         logprobs: float32 [A].
         top_ids: [A, n] ids, likeliest first.
         top_logprobs: float16 [A, n].
+        domain: what kind of prompt it is; empty if that isn't known.
     """
 
     tokens: NDArray[np.int32]
@@ -49,11 +53,33 @@ class TraceRow:
     logprobs: NDArray[np.float32]
     top_ids: NDArray[Any]
     top_logprobs: NDArray[np.float16]
+    domain: str = ""
 
     @property
     def answer(self) -> NDArray[np.int32]:
         """The tokens that the target wrote."""
         return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True)
+class RowKey:
+    """By what a text is known to have been written before.
+
+    Attributes:
+        answer_tokens: its length.
+        digest: of prompt and answer if it was drawn; of the prompt alone if it is greedy, since
+            its answer follows from that but for numeric ties.
+    """
+
+    answer_tokens: int = field(compare=False)
+    digest: bytes
+
+    @classmethod
+    def of(cls, row: TraceRow) -> "RowKey":
+        """The key of a row."""
+        text = row.tokens if row.sampled else row.tokens[: row.prompt_length]
+        digest = hashlib.blake2b(bytes([row.sampled]) + text.tobytes(), digest_size=16)
+        return cls(len(row.answer), digest.digest())
 
 
 @dataclass(frozen=True)
@@ -71,9 +97,14 @@ def id_dtype(vocabulary: int) -> type[np.integer[Any]]:
     return np.uint16 if vocabulary <= 1 << 16 else np.int32
 
 
+def domain_names(rows: Sequence[TraceRow]) -> list[str]:
+    """The domains of `rows` in the order of their first rows."""
+    return list(dict.fromkeys(row.domain for row in rows))
+
+
 def pack_rows(rows: Sequence[TraceRow]) -> dict[str, NDArray[Any]]:
-    """The arrays of a shard that holds `rows`."""
-    return {
+    """The arrays of a shard that holds `rows`; domains are numbers in `domain_names`."""
+    arrays: dict[str, NDArray[Any]] = {
         "tokens": np.concatenate([r.tokens for r in rows]).astype(np.int32),
         "row_lengths": np.array([len(r.tokens) for r in rows], np.int32),
         "prompt_lengths": np.array([r.prompt_length for r in rows], np.int32),
@@ -82,15 +113,27 @@ def pack_rows(rows: Sequence[TraceRow]) -> dict[str, NDArray[Any]]:
         "top_ids": np.concatenate([r.top_ids for r in rows]),
         "top_logprobs": np.concatenate([r.top_logprobs for r in rows]).astype(np.float16),
     }
+    if (names := domain_names(rows)) != [""]:
+        arrays["domains"] = np.array([names.index(r.domain) for r in rows], np.uint16)
+    return arrays
 
 
-def unpack_rows(arrays: dict[str, NDArray[Any]]) -> Iterator[TraceRow]:
-    """The rows of a shard, as views of its arrays."""
+def unpack_rows(
+    arrays: dict[str, NDArray[Any]], domains: Sequence[str] = ("",)
+) -> Iterator[TraceRow]:
+    """The rows of a shard, as views of its arrays.
+
+    Args:
+        arrays: as `pack_rows` makes them.
+        domains: names for the numbers of the array `domains`; without one all are the first.
+    """
     token_at = answer_at = 0
-    for length, prompt, sampled in zip(
+    rows = len(arrays["row_lengths"])
+    for length, prompt, sampled, domain in zip(
         arrays["row_lengths"].tolist(),
         arrays["prompt_lengths"].tolist(),
         arrays["sampled"].tolist(),
+        arrays.get("domains", np.zeros(rows, np.uint16)).tolist(),
         strict=True,
     ):
         answers = slice(answer_at, answer_at + length - prompt)
@@ -101,6 +144,7 @@ def unpack_rows(arrays: dict[str, NDArray[Any]]) -> Iterator[TraceRow]:
             logprobs=arrays["logprobs"][answers],
             top_ids=arrays["top_ids"][answers],
             top_logprobs=arrays["top_logprobs"][answers],
+            domain=domains[domain],
         )
         token_at += length
         answer_at = answers.stop
@@ -116,7 +160,9 @@ def write_shard(folder: Path, number: int, rows: Sequence[TraceRow]) -> None:
     from safetensors.numpy import save_file
 
     arrays = pack_rows(rows)
-    write_file(folder / shard_name(number), lambda partial: save_file(arrays, partial))
+    # One key alone: the format does not fix the order of several, and equal rows are equal bytes.
+    about = {"domains": json.dumps(domain_names(rows))} if "domains" in arrays else None
+    write_file(folder / shard_name(number), lambda partial: save_file(arrays, partial, about))
 
 
 def read_shard(path: Path) -> list[TraceRow]:
@@ -125,12 +171,14 @@ def read_shard(path: Path) -> list[TraceRow]:
     Raises:
         DraftsmithError: it is damaged.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return list(unpack_rows(load_file(path)))
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            domains = json.loads((file.metadata() or {}).get("domains", '[""]'))
+        return list(unpack_rows(arrays, domains))
+    except (SafetensorError, OSError, LookupError, ValueError) as error:
         raise DraftsmithError(
             f"{path}: damaged trace shard ({error}); delete it and start the same command again"
         ) from error
@@ -139,9 +187,11 @@ def read_shard(path: Path) -> list[TraceRow]:
 def write_index(folder: Path, numbers: Sequence[int], about: dict[str, Any]) -> None:
     """Describe the shards `numbers`; `about` has at least `validation_share` and `top_n`."""
     shards = []
+    domains: set[str] = set()
     for number in numbers:
         path = folder / shard_name(number)
         rows = read_shard(path)
+        domains.update(domain_names(rows))
         shards.append(
             Shard(
                 file=path.name,
@@ -152,7 +202,13 @@ def write_index(folder: Path, numbers: Sequence[int], about: dict[str, Any]) -> 
         )
     write_json(
         folder / INDEX,
-        {"format": FORMAT, "version": VERSION, **about, "shards": [asdict(s) for s in shards]},
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            **about,
+            "domains": sorted(domains),
+            "shards": [asdict(s) for s in shards],
+        },
     )
 
 
@@ -205,6 +261,17 @@ class TraceStore:
     def answer_tokens(self) -> int:
         """Answer tokens in the store."""
         return sum(s.answer_tokens for s in self.shards)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains of its rows, sorted."""
+        return tuple(self.about.get("domains", ("",)))
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes on disk for each answer token, prompts included."""
+        sizes = ((self.folder / s.file).stat().st_size for s in self.shards)
+        return sum(sizes) / max(1, self.answer_tokens)
 
 
 def _held_out(row: TraceRow, share: float) -> bool:

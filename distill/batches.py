@@ -1,16 +1,18 @@
 """Trace rows as padded batches, in an order that depends on the seed and the step alone."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.data.traces import TraceRow
-from draftsmith.errors import DraftsmithError
+from draftsmith.distill.losses import Traces
+from draftsmith.errors import DraftsmithError, RequestError
 
 # Rows of similar length share a batch; a pool of this many batches is sorted at a time, so that
 # batches stay random.
@@ -24,36 +26,53 @@ class Batch:
     Attributes:
         ids: [B, T].
         mask: [B, T], 1 for tokens. Padding is known by length, never by id: where EOS pads, a
-            real EOS would vanish (case A27).
+            real EOS would vanish (case A27). Or [B, 1, T, T], added to the scores of attention.
         positions: [A] places in the flattened [B·T] whose next token is an answer token.
-        labels: [A] that token.
-        top_ids: [A, n] the target's likeliest ids there.
-        top_logprobs: [A, n] and their log-probabilities.
+        labels: [A] that token; -1 where a text has none.
+        traces: what the target said there.
+        weights: [A] what each position counts; none: 1.
+        position_ids: [B, T] where tokens don't stand in their order; none: they do.
     """
 
     ids: Tensor
     mask: Tensor
     positions: Tensor
     labels: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
+    traces: Traces
+    weights: Tensor | None = None
+    position_ids: Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        """Answer tokens, by which losses are divided."""
+        """Answer tokens."""
         return len(self.positions)
+
+    @property
+    def weight(self) -> float:
+        """What they count together, by which losses are divided."""
+        return self.tokens if self.weights is None else float(self.weights.sum())
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
-        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        parts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        moved: dict[str, Any] = {k: None if p is None else p.to(device) for k, p in parts.items()}
+        return Batch(**moved)
 
 
-def collate(rows: Sequence[TraceRow], max_length: int) -> Batch:
-    """Pad rows; what is past `max_length` is cut."""
+def collate(
+    rows: Sequence[TraceRow], max_length: int, domain_weights: Mapping[str, float] | None = None
+) -> Batch:
+    """Pad rows; what is past `max_length` is cut.
+
+    Args:
+        rows: B of them.
+        max_length: most tokens of a row.
+        domain_weights: what tokens of a domain count; 1 for those that are not named.
+    """
     width = min(max_length, max(len(r.tokens) for r in rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    positions, labels, top_ids, top_logprobs = [], [], [], []
+    positions, labels, top_ids, top_logprobs, weights = [], [], [], [], []
     for i, row in enumerate(rows):
         tokens = torch.from_numpy(row.tokens[:width].astype(np.int64))
         answers = max(0, len(tokens) - row.prompt_length)
@@ -64,24 +83,40 @@ def collate(rows: Sequence[TraceRow], max_length: int) -> Batch:
         labels.append(tokens[row.prompt_length :])
         top_ids.append(torch.from_numpy(row.top_ids[:answers].astype(np.int64)))
         top_logprobs.append(torch.from_numpy(row.top_logprobs[:answers].astype(np.float32)))
+        weights.append(torch.full((answers,), (domain_weights or {}).get(row.domain, 1.0)))
     return Batch(
         ids,
         mask,
         torch.cat(positions),
         torch.cat(labels),
-        torch.cat(top_ids),
-        torch.cat(top_logprobs),
+        Traces(torch.cat(top_ids), torch.cat(top_logprobs)),
+        torch.cat(weights) if domain_weights else None,
     )
 
 
 class BatchStream:
     """An endless, reproducible stream: batch `i` is the same whenever it is asked for."""
 
-    def __init__(self, rows: Sequence[TraceRow], batch: int, max_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[TraceRow],
+        batch: int,
+        max_length: int,
+        seed: int,
+        domain_weights: Mapping[str, float] | None = None,
+    ) -> None:
         """Take the rows that have an answer within `max_length`; count the others.
+
+        Args:
+            rows: of the traces.
+            batch: rows of a batch.
+            max_length: most tokens of a row.
+            seed: of the order.
+            domain_weights: as for `collate`.
 
         Raises:
             DraftsmithError: no row is left.
+            RequestError: weights name a domain that no row has.
         """
         self.rows = [r for r in rows if 0 < r.prompt_length < min(len(r.tokens), max_length)]
         self.dropped = len(rows) - len(self.rows)
@@ -96,14 +131,17 @@ class BatchStream:
                 f"{max_length} and are left out",
                 stacklevel=2,
             )
+        _check_domains(domain_weights or {}, rows)
         self.batch, self.max_length, self.seed = batch, max_length, seed
+        self.domain_weights = domain_weights
         self.batches_per_epoch = -(-len(self.rows) // batch)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def __getitem__(self, number: int) -> Batch:
         """The `number`-th batch since the start of training."""
         epoch, at = divmod(number, self.batches_per_epoch)
-        return collate([self.rows[i] for i in self._order(epoch)[at]], self.max_length)
+        rows = [self.rows[i] for i in self._order(epoch)[at]]
+        return collate(rows, self.max_length, self.domain_weights)
 
     def _epoch_order(self, epoch: int) -> list[list[int]]:
         rng = np.random.default_rng((self.seed, epoch))
@@ -116,3 +154,12 @@ class BatchStream:
             )
             batches += [by_length[i : i + self.batch] for i in range(0, len(by_length), self.batch)]
         return [batches[i] for i in rng.permutation(len(batches)).tolist()]
+
+
+def _check_domains(weights: Mapping[str, float], rows: Sequence[TraceRow]) -> None:
+    known = sorted({row.domain for row in rows})
+    if unknown := sorted(set(weights) - set(known)):
+        raise RequestError(
+            f"recipe.distill.domain_weights: no trace is of {', '.join(unknown)}; "
+            f"the traces have {', '.join(map(repr, known))}"
+        )

@@ -1,4 +1,4 @@
-"""The best weights of a training run, by what it is for: emitted tokens per round."""
+"""The best weights of a training run, by what it is for: predicted speedup."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +9,11 @@ import torch
 from draftsmith.data.files import storage, write_file
 from draftsmith.distill.engine import Engine
 
-FIGURE = "emitted_per_round"
+FIGURE = "predicted_speedup"
 
 
 class Best:
     """Keeps the weights of the best evaluation so far, and says when no better one comes.
-
-    At a fixed lookahead a drafter's cost is fixed too, so its predicted speedup rises and falls
-    with the tokens that a round emits.
 
     Args:
         folder: where they are kept; all ranks see the same.
@@ -37,6 +34,8 @@ class Best:
         state = engine.full_state(model)
         if engine.ranks.is_main:
             with storage(self._path):
+                # The first evaluation may come before the first save.
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(self._path, lambda partial: torch.save(state, partial))
         engine.ranks.barrier()
 

@@ -76,6 +76,18 @@ def make_engine(
     return TorchEngine(parameters, optimizer, folder, scheduler, clip, module)
 
 
+def cut_for_inference(module: nn.Module) -> nn.Module:
+    """A module that is only read, cut into the parts of the launched processes (ZeRO 3).
+
+    Every process must call what comes back as often as the others. Alone nothing is cut.
+    """
+    if launched_processes() == 1:
+        return module
+    engine, *_ = _deepspeed().initialize(model=module, config=_config(3, None))
+    cut: nn.Module = engine
+    return cut
+
+
 class DeepSpeedEngine:
     """ZeRO over the launched processes, with the numbers of a single one.
 

@@ -89,6 +89,7 @@ class Engine(Protocol):
 
     steps_done: int
     ranks: Ranks
+    optimizer: torch.optim.Optimizer
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the module on this rank's micro-batch.

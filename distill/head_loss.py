@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from draftsmith.data.traces import TraceRow
-from draftsmith.distill.batches import Batch
-from draftsmith.distill.losses import Columns, Loss, Pair, Signal, TargetLogits, Traces, select
+from draftsmith.distill.losses import Columns, Loss, Pair, Signal, TargetLogits, select
 
 # Memory for the tensors of one chunk.
 CHUNK_BYTES = 256 * 2**20
@@ -40,6 +39,18 @@ class Projection:
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """The head of a causal model, on its very own weight."""
+        head = model.get_output_embeddings()
+        softcap = getattr(model.config, "final_logit_softcapping", None)
+        return cls(head.weight, getattr(head, "bias", None), softcap=softcap)
+
+    def copied(self) -> Self:
+        """The same on tensors of its own."""
+        bias = None if self.bias is None else self.bias.detach().clone()
+        return replace(self, weight=self.weight.detach().clone(), bias=bias)
 
     def over(self, columns: Columns) -> Self:
         """The rows of `columns` alone."""
@@ -105,15 +116,29 @@ class HeadLoss:
 
     @classmethod
     def over_commonest(
-        cls, loss: Loss, rows: Sequence[TraceRow], vocab: int, most: int | None
+        cls,
+        loss: Loss,
+        rows: Sequence[TraceRow],
+        vocab: int,
+        most: int | None,
+        shared: int | None = None,
     ) -> "HeadLoss":
-        """Normalise over the `most` ids that the target's top n name most often in `rows`."""
-        if most is None or most >= vocab:
-            return cls(loss)
-        counts = np.zeros(vocab, np.int64)
+        """Normalise over the `most` ids that the target's top n name most often in `rows`.
+
+        Args:
+            loss: as `make_loss` gives it.
+            rows: of the traces.
+            vocab: the drafter's ids.
+            most: how many are wanted; none: all.
+            shared: how many of them a live target has too; none: all (case A26).
+        """
+        both = vocab if shared is None else min(vocab, shared)
+        if most is None or most >= both:
+            return cls(loss, None if shared in (None, vocab) else both)
+        counts = np.zeros(both, np.int64)
         for row in rows:
             # The target's vocabulary may be padded further than the drafter's.
-            np.add.at(counts, row.top_ids[row.top_ids < vocab].astype(np.int64), 1)
+            np.add.at(counts, row.top_ids[row.top_ids < both].astype(np.int64), 1)
         columns = np.sort(np.argsort(-counts, kind="stable")[:most])
         return cls(loss, torch.from_numpy(columns.copy()))
 
@@ -122,22 +147,28 @@ class HeadLoss:
         return head_VH if self.columns is None else select(head_VH, self.columns)
 
     def __call__(
-        self, hidden_AH: Tensor, head: Projection | Tensor, signal: Signal | Batch
+        self,
+        hidden_AH: Tensor,
+        head: Projection | Tensor,
+        signal: Signal,
+        weights_A: Tensor | None = None,
     ) -> Tensor:
-        """Sum of the loss over A positions.
+        """Weighted sum of the loss over A positions.
 
         Args:
             hidden_AH: the drafter's final hidden states.
             head: the drafter's projection, or its weight [V', H], with the rows of `columns` alone.
-            signal: the target's, with all of its ids; a batch stands for its traces.
+            signal: the target's, with all of its ids.
+            weights_A: what each position counts; none: 1.
         """
         projection = Projection(head) if isinstance(head, Tensor) else head
-        if isinstance(signal, Batch):
-            signal = Traces(signal.top_ids, signal.top_logprobs)
         signal = signal if self.columns is None else signal.over(self.columns)
 
         def loss_of(raw_CV: Tensor, rows: slice) -> Tensor:
-            return self.loss(signal[rows].against(projection.shaped(raw_CV)))[0]
+            pair = signal[rows].against(projection.shaped(raw_CV))
+            return self.loss(pair if weights_A is None else replace(pair, weights=weights_A[rows]))[
+                0
+            ]
 
         weight, bias = projection.weight, projection.bias
         chunk = chunk_tokens(len(hidden_AH), len(weight), self.chunk_bytes)
@@ -145,6 +176,18 @@ class HeadLoss:
         learning = torch.is_grad_enabled()
         total: Tensor = _ChunkedLoss.apply(hidden_AH, weight, bias, loss_of, chunk, learning)
         return total
+
+    @torch.no_grad()
+    def likeliest(self, hidden_AH: Tensor, head: Projection) -> Tensor:
+        """The drafter's likeliest id at A positions, a chunk at a time; arguments as for a call."""
+        chunk = chunk_tokens(len(hidden_AH), len(head.weight), self.chunk_bytes)
+        dtype = _product_dtype(hidden_AH)
+        head = replace(head, weight=head.weight.to(dtype))
+        parts = hidden_AH.to(dtype).split(chunk)
+        places_A = torch.cat([head(part).argmax(-1) for part in parts])
+        if isinstance(self.columns, Tensor):
+            return self.columns.to(places_A.device)[places_A]
+        return places_A
 
 
 class LossHead(nn.Module):
@@ -183,12 +226,20 @@ class LossHead(nn.Module):
         self.weight = self._own(weight)
         self.bias = None if bias is None else self._own(bias)
 
-    def forward(self, hidden_AH: Tensor, signal: Signal | Batch) -> Tensor:
-        """Sum of the loss over A positions; arguments as `HeadLoss.__call__`."""
+    def forward(
+        self, hidden_AH: Tensor, signal: Signal | None, weights_A: Tensor | None = None
+    ) -> Tensor:
+        """Sum of the loss over A positions; without a signal the likeliest id at each, [A].
+
+        One function for both: ZeRO-3 gathers the weight around this one alone. Arguments as
+        `HeadLoss.__call__`.
+        """
         head = Projection(self.weight, self.bias, self.scale, self.softcap)
         if self.head_loss.columns is not None and not self._cut:
             head = head.over(self.head_loss.columns)
-        return self.head_loss(hidden_AH, head, signal)
+        if signal is None:
+            return self.head_loss.likeliest(hidden_AH, head)
+        return self.head_loss(hidden_AH, head, signal, weights_A)
 
     def _own(self, parameter: nn.Parameter) -> nn.Parameter:
         if not self._cut:

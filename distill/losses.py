@@ -5,8 +5,8 @@ with the mass of all others as one more outcome. Set against the drafter's logit
 the log-probabilities of both over the same outcomes, and a loss is a function of that pair alone.
 Over the outcomes of a trace each distance is a lower bound of the full one.
 
-Every loss returns (sum over tokens, number of tokens): whoever has the whole step divides, so that
-the split into micro-batches changes nothing (case A25).
+Every loss returns (weighted sum over tokens, number of tokens): whoever has the whole step divides,
+so that the split into micro-batches changes nothing (case A25).
 
 Temperature: p and q are both softened, p^(1/T) and q^(1/T) normalised again, and the distance is
 that of the softened distributions, without a factor. Its gradients shrink as 1/T²; `make_loss`
@@ -43,11 +43,13 @@ class Pair:
         q: [A, K] log-probabilities of the drafter.
         likeliest: [A] the outcome that is the target's likeliest token, -1 where the drafter has
             no such token; none: the arg max of `p`.
+        weights: [A] what each position counts; none: 1.
     """
 
     p: Tensor
     q: Tensor
     likeliest: Tensor | None = None
+    weights: Tensor | None = None
 
     def at(self, temperature: float) -> tuple[Tensor, Tensor]:
         """(log p, log q) at a distillation temperature.
@@ -132,9 +134,13 @@ class Traces:
         ids = labels_A[:, None]
         return cls(ids, torch.zeros(ids.shape, device=ids.device))
 
-    def __getitem__(self, rows: slice) -> Self:
+    def __getitem__(self, rows: slice | Tensor) -> Self:
         """The same at some of the positions."""
         return type(self)(self.top_ids[rows], self.top_logprobs[rows])
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        return type(self)(self.top_ids.to(device), self.top_logprobs.to(device))
 
     def over(self, columns: Columns) -> Self:
         """The ids as places in `columns`; what is not there falls into the tail."""
@@ -163,13 +169,13 @@ def forward_kl(pair: Pair, temperature: float = 1.0) -> tuple[Tensor, int]:
     Returns:
         Sum over the A positions in nats, and A.
     """
-    return _summed(_kl(*pair.at(temperature)))
+    return _summed(_kl(*pair.at(temperature)), pair)
 
 
 def reverse_kl(pair: Pair, temperature: float = 1.0) -> tuple[Tensor, int]:
     """KL(q‖p): keeps the drafter within what the target says. As `forward_kl`."""
     p, q = pair.at(temperature)
-    return _summed(_kl(q, p))
+    return _summed(_kl(q, p), pair)
 
 
 def jensen_shannon(pair: Pair, temperature: float = 1.0, beta: float = 0.5) -> tuple[Tensor, int]:
@@ -187,7 +193,7 @@ def jensen_shannon(pair: Pair, temperature: float = 1.0, beta: float = 0.5) -> t
     """
     p, q = pair.at(temperature)
     mixture = _mixture(p, q, _share("beta", beta))
-    return _summed(beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture))
+    return _summed(beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture), pair)
 
 
 def skew_kl(pair: Pair, temperature: float = 1.0, alpha: float = 0.1) -> tuple[Tensor, int]:
@@ -202,13 +208,13 @@ def skew_kl(pair: Pair, temperature: float = 1.0, alpha: float = 0.1) -> tuple[T
         RequestError: alpha is not between 0 and 1.
     """
     p, q = pair.at(temperature)
-    return _summed(_kl(p, _mixture(p, q, _share("alpha", alpha))))
+    return _summed(_kl(p, _mixture(p, q, _share("alpha", alpha))), pair)
 
 
 def skew_reverse_kl(pair: Pair, temperature: float = 1.0, alpha: float = 0.1) -> tuple[Tensor, int]:
     """KL(q ‖ α q + (1 − α) p) (Ko et al. 2024, DistiLLM). Arguments and errors as `skew_kl`."""
     p, q = pair.at(temperature)
-    return _summed(_kl(q, _mixture(q, p, _share("alpha", alpha))))
+    return _summed(_kl(q, _mixture(q, p, _share("alpha", alpha))), pair)
 
 
 def total_variation(pair: Pair, temperature: float = 1.0) -> tuple[Tensor, int]:
@@ -216,7 +222,7 @@ def total_variation(pair: Pair, temperature: float = 1.0) -> tuple[Tensor, int]:
 
     As `forward_kl`, between 0 and 1 a position.
     """
-    return _summed(_distance(*pair.at(temperature)))
+    return _summed(_distance(*pair.at(temperature)), pair)
 
 
 def hybrid(pair: Pair, temperature: float = 1.0) -> tuple[Tensor, int]:
@@ -228,7 +234,7 @@ def hybrid(pair: Pair, temperature: float = 1.0) -> tuple[Tensor, int]:
     p, q = pair.at(temperature)
     distance = _distance(p, q)
     share = (-_HYBRID_RATE * (1 - distance.detach())).exp()
-    return _summed(share * _kl(p, q) + (1 - share) * distance)
+    return _summed(share * _kl(p, q) + (1 - share) * distance, pair)
 
 
 def cross_entropy(pair: Pair) -> tuple[Tensor, int]:
@@ -239,7 +245,7 @@ def cross_entropy(pair: Pair) -> tuple[Tensor, int]:
     """
     likeliest = pair.p.argmax(-1) if pair.likeliest is None else pair.likeliest
     picked = pair.q.gather(-1, likeliest.clamp_min(0)[:, None])[:, 0]
-    return _summed(-picked.where(likeliest >= 0, 0.0))
+    return _summed(-picked.where(likeliest >= 0, 0.0), pair)
 
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, int]]] = {
@@ -350,8 +356,9 @@ def _share(name: str, value: float) -> float:
     return value
 
 
-def _summed(loss_A: Tensor) -> tuple[Tensor, int]:
-    return loss_A.sum(), len(loss_A)
+def _summed(loss_A: Tensor, pair: Pair) -> tuple[Tensor, int]:
+    weighted_A = loss_A if pair.weights is None else loss_A * pair.weights
+    return weighted_A.sum(), len(loss_A)
 
 
 # Two outcomes on which `make_loss` tries its parameters, before any training.

@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,23 +27,27 @@ from draftsmith.checkpoints.generation import banned_ids, never_first, stop_ids
 from draftsmith.checkpoints.loading import load_model, load_tokenizer, quiet_transformers
 from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary
 from draftsmith.data.chat import (
+    Prompt,
     UserTurn,
     encode_chat,
     encode_text,
     read_prompts,
     user_turn,
 )
-from draftsmith.data.corpus import corpus_dataset, corpus_files, count_rows
+from draftsmith.data.corpus import corpus_dataset, corpus_files, count_rows, file_domain
 from draftsmith.data.progress import Progress, say
 from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import (
+    RowKey,
     TraceRow,
+    TraceStore,
     id_dtype,
     read_shard,
     shard_name,
     write_index,
     write_shard,
 )
+from draftsmith.distill.vllm_writer import VllmWriter, check_vllm
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipes.schema import DataSettings, Recipe, TraceSettings
 
@@ -57,6 +62,7 @@ class Sample:
 
     prompt: list[int]
     sampled: bool
+    domain: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[Any] = field(default_factory=list)
@@ -71,11 +77,47 @@ class Sample:
             logprobs=np.array(self.logprobs, np.float32),
             top_ids=np.stack(self.top_ids).astype(id_type),
             top_logprobs=np.stack(self.top_logprobs).astype(np.float16),
+            domain=self.domain,
         )
 
 
+class TextWriter(Protocol):
+    """What writes text: `Writer`, or `VllmWriter`.
+
+    Attributes:
+        vocabulary: ids that may be said.
+        stop_ids: ids that end an answer.
+        context: most tokens of prompt and answer; None: any number.
+        device: of the generator of the draws.
+    """
+
+    vocabulary: SharedVocabulary
+    stop_ids: frozenset[int]
+
+    @property
+    def context(self) -> int | None:
+        """See above."""
+
+    @property
+    def device(self) -> torch.device:
+        """See above."""
+
+    def write(
+        self,
+        samples: Sequence[Sample],
+        max_new_tokens: int,
+        *,
+        temperature: float,
+        generator: torch.Generator,
+        end: frozenset[int],
+        top_n: int = 0,
+        on_step: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """As `Writer.write`."""
+
+
 class Writer:
-    """A target that writes text."""
+    """A target that writes text in transformers."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         """Take a loaded target."""
@@ -85,6 +127,7 @@ class Writer:
         ).without(banned_ids(model))
         self.stop_ids, self.never_first = stop_ids(model), sorted(never_first(model))
         self.pad_id = tokenizer.pad_token_id or 0
+        self.context, self.device = self.model.context, self.model.device
 
     @torch.inference_mode()
     def write(
@@ -109,7 +152,7 @@ class Writer:
             top_n: likeliest tokens to keep at each position; 0 keeps none.
             on_step: told how many tokens each step wrote.
         """
-        device = self.model.device
+        device = self.device
         active = list(samples)
         self.model.reset()
         ids, mask, positions = (t.to(device) for t in self._padded(active))
@@ -188,7 +231,11 @@ def _record(
 
 
 class Prompts:
-    """Prompts by batch number; `None` when they have run out."""
+    """Prompts by batch number.
+
+    Attributes:
+        longest: tokens of the longest prompt, or a bound of it.
+    """
 
     def __init__(self, data: DataSettings, batch: int, tokenizer: Any, seed: int) -> None:
         """Check that prompts can be had at all.
@@ -198,15 +245,19 @@ class Prompts:
         """
         self.data, self.batch, self.tokenizer = data, batch, tokenizer
         self.turn: UserTurn | None = user_turn(tokenizer) if data.source == "self" else None
-        self._rows: Iterator[list[int]] = iter(())
+        self._rows: Iterator[Prompt] = iter(())
+        self.longest = data.prompt_tokens
         if data.source == "corpus":
             self._rows = self._beginnings(seed)
         elif data.source == "prompts":
             prompts = [p for path in data.path for p in read_prompts(path, tokenizer)]
-            self._rows = iter([list(p.ids) for p in prompts])
+            self._rows = iter(prompts)
+            self.longest = max(len(p.ids) for p in prompts)
+        else:
+            self.longest = self._longest_turn()
         self._next = 0
 
-    def get(self, number: int, writer: Writer, generator: torch.Generator) -> list[list[int]]:
+    def get(self, number: int, writer: TextWriter, generator: torch.Generator) -> list[Prompt]:
         """Prompts of a batch; batches are asked for in ascending order. Empty at the end."""
         if self.turn is not None:
             return self._self_written(number, writer, generator)
@@ -214,9 +265,16 @@ class Prompts:
         self._next = number + 1
         return list(itertools.islice(self._rows, skipped, skipped + self.batch))
 
+    def _longest_turn(self) -> int:
+        """A bound of self-written prompts: in the template, and cut into other tokens again."""
+        begun = [[{"role": "user", "content": opening}] for opening in self.data.openings]
+        turns = (encode_chat(self.tokenizer, messages) for messages in begun)
+        # A byte that is no text becomes a sign of three.
+        return max(map(len, turns)) + 4 * self.data.prompt_tokens
+
     def _self_written(
-        self, number: int, writer: Writer, generator: torch.Generator
-    ) -> list[list[int]]:
+        self, number: int, writer: TextWriter, generator: torch.Generator
+    ) -> list[Prompt]:
         """User turns that the target writes itself, through its chat template."""
         assert self.turn is not None
         turn, openings = self.turn, self.data.openings
@@ -242,21 +300,30 @@ class Prompts:
             if written and not special & set(written) and text != start.strip():
                 prompts.append(encode_chat(self.tokenizer, [{"role": "user", "content": text}]))
         # Equal prompts would be answered equally.
-        return [list(p) for p in dict.fromkeys(map(tuple, prompts))]
+        return [Prompt("", ids, domain="") for ids in dict.fromkeys(map(tuple, prompts))]
 
-    def _beginnings(self, seed: int) -> Iterator[list[int]]:
+    def _beginnings(self, seed: int) -> Iterator[Prompt]:
         """The first tokens of shuffled texts, the files in turn."""
         from datasets import interleave_datasets
 
         files = corpus_files(self.data.path)
         texts = interleave_datasets(
-            [corpus_dataset([f], self.data.text_key) for f in files],
+            [
+                corpus_dataset([f], self.data.text_key).map(
+                    _with_domain, fn_kwargs={"domain": file_domain(f)}
+                )
+                for f in files
+            ],
             stopping_strategy="all_exhausted_without_replacement",
         ).shuffle(seed=seed, buffer_size=256)
         for row in texts:
             # No token is longer than its text: enough characters for any tokenizer.
             ids = encode_text(self.tokenizer, row["text"][: 32 * self.data.prompt_tokens])
-            yield ids[: self.data.prompt_tokens]
+            yield Prompt("", tuple(ids[: self.data.prompt_tokens]), row["domain"])
+
+
+def _with_domain(row: dict[str, str], domain: str) -> dict[str, str]:
+    return row | {"domain": domain}
 
 
 @dataclass(frozen=True)
@@ -277,29 +344,31 @@ class Job:
 
 
 def write_batch(
-    writer: Writer,
+    writer: TextWriter,
     prompts: Prompts,
     job: Job,
     number: int,
     on_step: Callable[[int], None] = lambda tokens: None,
 ) -> list[TraceRow]:
     """The rows of one batch; empty when prompts have run out."""
-    generator = torch.Generator(writer.model.device)
+    generator = torch.Generator(writer.device)
     generator.manual_seed(derived_seed(job.seed, number))
-    ids = prompts.get(number, writer, generator)
-    if not ids:
-        return []
+    usable = prompts.get(number, writer, generator)
     settings = job.trace
     # Past its context the target does not speak as it will be served.
     limit = settings.max_new_tokens
-    if (context := writer.model.context) is not None:
-        ids = [p for p in ids if len(p) < context]
-        limit = min(limit, context - max(map(len, ids), default=0))
-    if not ids:
+    if (context := writer.context) is not None:
+        usable = [p for p in usable if len(p.ids) < context]
+        limit = min(limit, context - max((len(p.ids) for p in usable), default=0))
+    if not usable:
         return []
     samples = [
-        Sample(p, sampled=_share(number * settings.batch + i, settings.sampled_share))
-        for i, p in enumerate(ids)
+        Sample(
+            list(p.ids),
+            sampled=_share(number * settings.batch + i, settings.sampled_share),
+            domain=p.domain,
+        )
+        for i, p in enumerate(usable)
     ]
     writer.write(
         samples,
@@ -319,6 +388,15 @@ def _share(number: int, share: float) -> bool:
     return int((number + 1) * share) > int(number * share)
 
 
+def check_engine(settings: TraceSettings, target: ModelRef) -> None:
+    """Refuse an engine that can't write with a target, before any work.
+
+    Raises:
+        RequestError: it is not installed, or can't load the target.
+    """
+    _ENGINES[settings.engine].check(target)
+
+
 def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
     """Fill `folder` with a store of at least `trace.tokens` answer tokens.
 
@@ -327,23 +405,28 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
         RequestError: the prompts can't be had.
     """
     job = Job.of(recipe, target, folder)
+    check_engine(job.trace, target)
+    engine = _ENGINES[job.trace.engine]
     tokenizer = load_tokenizer(target)
     # Here rather than in the workers, so that a wrong request is told at once.
     Prompts(job.data, job.trace.batch, tokenizer, job.seed)
     done = _finished(folder)
-    with Progress("traces", job.trace.tokens, "tokens", done=sum(done.values())) as progress:
+    have = sum(key.answer_tokens for keys in done.values() for key in keys)
+    with Progress("traces", job.trace.tokens, "tokens", done=have) as progress:
         if not _enough(done, job.trace.tokens):
-            _run_workers(job, done, progress)
-    numbers = [n for n in _needed(done, job.trace.tokens) if done[n]]
-    if not numbers:
+            engine.run(job, done, progress)
+    numbers, total = _needed(done, job.trace.tokens)
+    if not total:
         raise DraftsmithError(
             f"{target.spec}: no trace could be written; the target's answers were empty"
             if job.data.source == "self"
             else f"{', '.join(job.data.path)}: no usable text ({_skipped(job.data)})"
         )
-    total = sum(done[n] for n in numbers)
     if total < job.trace.tokens:
         say(f"traces: the prompts ran out at {total} of {job.trace.tokens} tokens")
+    numbers, duplicates = _without_duplicates(folder, [n for n in numbers if done[n]])
+    if duplicates:
+        say(f"traces: {duplicates} texts had been written before and are left out")
     for path in folder.glob("shard-*"):
         if path.name not in map(shard_name, numbers):
             path.unlink()
@@ -359,6 +442,8 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
             "validation_share": job.trace.validation_share,
         },
     )
+    store = TraceStore(folder)
+    say(f"traces: {store.answer_tokens:,} answer tokens, {store.bytes_per_token:.0f} bytes each")
 
 
 def _skipped(data: DataSettings) -> str:
@@ -369,8 +454,8 @@ def _skipped(data: DataSettings) -> str:
     return ", ".join(f"{reason}: {n}" for reason, n in counts.items()) or "the files are empty"
 
 
-def _finished(folder: Path) -> dict[int, int]:
-    """Batch number -> answer tokens of the whole shards in `folder`; damaged ones are removed."""
+def _finished(folder: Path) -> dict[int, list[RowKey]]:
+    """Batch number -> rows of the whole shards in `folder`; damaged ones are removed."""
     done = {}
     for path in sorted(folder.glob("shard-*.safetensors")):
         try:
@@ -378,24 +463,50 @@ def _finished(folder: Path) -> dict[int, int]:
         except DraftsmithError:
             path.unlink()
             continue
-        done[int(path.stem.removeprefix("shard-"))] = sum(len(r.answer) for r in rows)
+        done[int(path.stem.removeprefix("shard-"))] = [RowKey.of(row) for row in rows]
     return done
 
 
-def _needed(done: dict[int, int], tokens: int) -> list[int]:
-    """The first batches, without a gap, that reach the wanted tokens; all if they don't."""
+def _needed(done: dict[int, list[RowKey]], tokens: int) -> tuple[list[int], int]:
+    """The first batches, without a gap, that reach the wanted tokens, and how many they have.
+
+    All batches if they don't reach them. Texts that were written before count once.
+    """
     numbers: list[int] = []
+    seen: set[RowKey] = set()
     total = 0
-    for number in itertools.count():
-        if number not in done or total >= tokens:
-            return numbers
-        numbers.append(number)
-        total += done[number]
-    return numbers
+    while len(numbers) in done and total < tokens:
+        new = set(done[len(numbers)]) - seen
+        numbers.append(len(numbers))
+        seen |= new
+        total += sum(key.answer_tokens for key in new)
+    return numbers, total
 
 
-def _enough(done: dict[int, int], tokens: int) -> bool:
-    return sum(done[n] for n in _needed(done, tokens)) >= tokens
+def _enough(done: dict[int, list[RowKey]], tokens: int) -> bool:
+    return _needed(done, tokens)[1] >= tokens
+
+
+def _without_duplicates(folder: Path, numbers: Sequence[int]) -> tuple[list[int], int]:
+    """Drop every text that stands in the store before; returns the shards left, and how many went.
+
+    A second time it finds nothing, so it may be interrupted.
+    """
+    seen: set[RowKey] = set()
+    kept, dropped = [], 0
+    for number in numbers:
+        rows = read_shard(folder / shard_name(number))
+        new = []
+        for row in rows:
+            if (key := RowKey.of(row)) not in seen:
+                seen.add(key)
+                new.append(row)
+        dropped += len(rows) - len(new)
+        if new:
+            kept.append(number)
+            if len(new) < len(rows):
+                write_shard(folder, number, new)
+    return kept, dropped
 
 
 def worker_count(settings: TraceSettings) -> int:
@@ -403,6 +514,19 @@ def worker_count(settings: TraceSettings) -> int:
     if settings.workers:
         return settings.workers
     return 1 if default_device() != "cpu" else len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What runs the target.
+
+    Attributes:
+        check: refuses a target that it can't write with.
+        run: writes batches that are not done until there are enough.
+    """
+
+    check: Callable[[ModelRef], None]
+    run: Callable[[Job, dict[int, list[RowKey]], Progress], None]
 
 
 class _Team:
@@ -446,7 +570,50 @@ class _Team:
             process.join()
 
 
-def _run_workers(job: Job, done: dict[int, int], progress: Progress) -> None:
+def _batches(
+    writer: TextWriter,
+    prompts: Prompts,
+    job: Job,
+    numbers: Iterable[int],
+    done: Container[int],
+    on_step: Callable[[int], None],
+) -> Iterator[tuple[int, list[RowKey]]]:
+    """Write those of `numbers` that are not done until prompts run out; what each holds."""
+    empty = 0
+    for number in numbers:
+        if number in done:
+            continue
+        rows = write_batch(writer, prompts, job, number, on_step)
+        if rows:
+            write_shard(job.folder, number, rows)
+        yield number, [RowKey.of(row) for row in rows]
+        empty = 0 if rows else empty + 1
+        if empty and (job.data.source != "self" or empty == _EMPTY_BATCHES):
+            return
+
+
+def _run_vllm(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> None:
+    """Write with vLLM, which has its own processes, until there are enough; fills `done`."""
+    tokenizer = load_tokenizer(job.target)
+    prompts = Prompts(job.data, job.trace.batch, tokenizer, job.seed)
+    writer = VllmWriter(
+        job.target,
+        tokenizer,
+        job.trace,
+        dtype=compute_dtype(job.dtype, default_device()),
+        seed=job.seed,
+        longest_prompt=prompts.longest,
+    )
+    with closing(writer):
+        for number, keys in _batches(
+            writer, prompts, job, itertools.count(), done, progress.update
+        ):
+            done[number] = keys
+            if _enough(done, job.trace.tokens):
+                return
+
+
+def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> None:
     """Run workers until the store has its tokens or prompts run out; fills `done`."""
     team, shown = _Team(job, sorted(done)), 0
     try:
@@ -457,10 +624,10 @@ def _run_workers(job: Job, done: dict[int, int], progress: Progress) -> None:
                 team.check()
                 time.sleep(_POLL_SECONDS)
                 continue
-            number, tokens, problem = team.finished.get()
+            number, keys, problem = team.finished.get()
             if problem:
                 raise DraftsmithError(f"{job.target.spec}: a trace worker failed: {problem}")
-            done[number] = tokens
+            done[number] = keys
             if _enough(done, job.trace.tokens):
                 # What is in hand would be thrown away.
                 return
@@ -478,7 +645,7 @@ def _worker(
     written: Any,
     stop: Event,
 ) -> None:
-    """Write every `workers`-th batch that is not done yet; reports (number, tokens, problem)."""
+    """Write every `workers`-th batch that is not done yet; reports (number, keys, problem)."""
     # Ctrl-C is the parent's business; it ends the workers, which then tidy up behind themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -499,19 +666,17 @@ def _worker(
         prompts = Prompts(job.data, job.trace.batch, tokenizer, job.seed)
         dtype = compute_dtype(job.dtype, default_device())
         writer = Writer(load_model(job.target, dtype=dtype), tokenizer)
-        empty = 0
-        for number in itertools.count(worker, workers):
+        numbers = itertools.count(worker, workers)
+        for number, keys in _batches(writer, prompts, job, numbers, done, count):
+            finished.put((number, keys, ""))
             if stop.is_set():
-                return
-            if number in done:
-                continue
-            rows = write_batch(writer, prompts, job, number, count)
-            if rows:
-                write_shard(job.folder, number, rows)
-            finished.put((number, sum(len(r.answer) for r in rows), ""))
-            empty = 0 if rows else empty + 1
-            if empty and (job.data.source != "self" or empty == _EMPTY_BATCHES):
                 return
     except Exception as error:  # told to the parent, which raises it
         name = "" if isinstance(error, DraftsmithError) else f"{type(error).__name__}: "
-        finished.put((-1, 0, f"{name}{error}"))
+        finished.put((-1, [], f"{name}{error}"))
+
+
+_ENGINES = {
+    "transformers": _Engine(check=lambda target: None, run=_run_workers),
+    "vllm": _Engine(check=check_vllm, run=_run_vllm),
+}

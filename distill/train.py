@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from draftsmith.accept.replay import RoundCounts, replay
 from draftsmith.checkpoints.devices import autocast
 from draftsmith.checkpoints.families.base import Family
+from draftsmith.checkpoints.generation import stop_ids
 from draftsmith.checkpoints.slicing import template_of
 from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow
@@ -19,22 +21,21 @@ from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.best import Best
 from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, freeze_all_but
-from draftsmith.distill.head_loss import HeadLoss, LossHead
+from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
+from draftsmith.distill.lessons import Lessons
+from draftsmith.distill.logs import Logs
 from draftsmith.distill.lora import add_adapters, merge_adapters
 from draftsmith.distill.losses import make_loss
+from draftsmith.distill.rounds import OwnRounds
+from draftsmith.distill.states import distance_of_reads, hidden_at_answers, states_at_answers
+from draftsmith.distill.teacher import Lesson, Teacher
 from draftsmith.recipes.schema import DistillSettings
 
-# The lookahead at which held-out traces are replayed while training.
-EVALUATION_LOOKAHEAD = 3
+# Predicted speedups are looked for at lookaheads up to this.
+MOST_LOOKAHEAD = 8
 # What is left of the peak learning rate at the last step.
 FINAL_LR = 0.05
-
-
-def hidden_at_answers(model: Any, batch: Batch) -> Tensor:
-    """Final hidden states from which the answer tokens are predicted, [A, H]."""
-    output = model.base_model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
-    hidden: Tensor = output.last_hidden_state.flatten(0, 1)
-    return hidden[batch.positions]
+LOGS = "logs"
 
 
 class Student(nn.Module):
@@ -45,17 +46,44 @@ class Student(nn.Module):
         head: its head with the loss, on the very same weight.
     """
 
-    def __init__(self, model: Any, head: LossHead, dtype: torch.dtype) -> None:
-        """Join them; matrix products are in `dtype`."""
+    def __init__(
+        self, model: Any, head: LossHead, dtype: torch.dtype, hidden_matching: float = 0.0
+    ) -> None:
+        """Join them.
+
+        Args:
+            model: the drafter.
+            head: on its head's weight.
+            dtype: of matrix products.
+            hidden_matching: factor of the distance between what layers read and what they should.
+        """
         super().__init__()
         self.model, self.head, self._dtype = model, head, dtype
+        self._hidden_matching = hidden_matching
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Sum of the loss over the batch's answer tokens."""
+    def forward(self, batch: Batch, lesson: Lesson) -> Tensor:
+        """Weighted sum of the loss over the batch's answer tokens."""
+        layers = tuple(range(1, 1 + len(lesson.reads)))
         # Within the module: DeepSpeed switches off what stands around it.
         with autocast(self.model, self._dtype):
-            loss: Tensor = self.head(hidden_at_answers(self.model, batch), batch)
+            hidden_AH, reads = states_at_answers(self.model.base_model, batch, layers)
+            loss: Tensor = self.head(hidden_AH, lesson.signal, batch.weights)
+            if reads:
+                distance_A = distance_of_reads(reads, lesson.reads)
+                weights_A = 1.0 if batch.weights is None else batch.weights
+                loss = loss + self._hidden_matching * (weights_A * distance_A).sum()
             return loss
+
+    @torch.no_grad()
+    def propose(self, batch: Batch) -> Tensor:
+        """The drafter's likeliest ids at the batch's positions, [A]."""
+        was_training = self.model.training
+        self.model.eval()
+        with autocast(self.model, self._dtype):
+            hidden_AH = hidden_at_answers(self.model, batch)
+            ids: Tensor = self.head(hidden_AH, None)
+        self.model.train(was_training)
+        return ids
 
 
 def mean_over_step(sums: Tensor, tokens: float) -> Tensor:
@@ -75,6 +103,8 @@ def distill(
     seed: int,
     state: Path,
     dtype: torch.dtype = torch.float32,
+    teacher: Teacher | None = None,
+    target_layers: int | None = None,
 ) -> list[dict[str, float]]:
     """Train `model` in place until the recipe's last step, resuming from `state`.
 
@@ -89,40 +119,52 @@ def distill(
         seed: order of the rows.
         state: folder of the saves.
         dtype: of the matrix products; weights and optimizer stay as they are.
+        teacher: the target; none: the traces say what it would.
+        target_layers: by which the cost of a drafter's pass is guessed where the recipe names none.
 
     Returns:
-        The learning curve: step, tokens, loss, and emitted per round on held-out greedy traces.
+        The learning curve: step, tokens, loss, and what `evaluate` finds.
     """
-    stream = BatchStream(train, settings.batch, settings.max_length, seed)
+    stream = BatchStream(
+        train, settings.batch, settings.max_length, seed, settings.domain_weights or None
+    )
     learning = trainable_parameters(model, family, settings, seed)
-    student = Student(model, _loss_head(model, train, settings), dtype)
+    head = loss_head(model, train, settings, None if teacher is None else teacher.vocabulary)
+    student = Student(model, head, dtype, settings.hidden_matching)
     engine = _engine(student, learning.values(), settings, state)
     extra = engine.load()
     curve: list[dict[str, float]] = extra.get("curve", [])
     tokens_seen: int = extra.get("tokens", 0)
     best = Best(state, settings.patience)
+    rounds = OwnRounds(
+        student.propose, settings.lookahead, stop_ids(model), settings.position_decay
+    )
+    lessons = Lessons(stream, rounds, settings, seed, model.device, teacher)
+    costs = Costs.of(model, settings, target_layers)
+    logs = Logs(state.parent / LOGS, engine.steps_done, on=engine.ranks.is_main)
     model.train()
     with Progress("distil", settings.steps, "steps", done=engine.steps_done) as progress:
         while engine.steps_done < settings.steps and not best.is_over(curve):
-            first = engine.steps_done * settings.accumulate
-            mine = engine.ranks.share(range(first, first + settings.accumulate))
-            micro = [stream[number].to(model.device) for number in mine]
-            tokens = engine.ranks.total(sum(batch.tokens for batch in micro))
+            micro = lessons.of_step(engine.steps_done, engine.ranks)
+            weight = engine.ranks.total(sum(batch.weight for batch, _ in micro))
             mean = 0.0
-            for batch in micro:
-                loss = mean_over_step(engine(batch), tokens)
+            for batch, lesson in micro:
+                loss = mean_over_step(engine(batch, lesson), weight)
                 engine.backward(loss)
                 mean += float(loss.detach())
-            engine.step()
-            mean, tokens_seen = engine.ranks.total(mean), tokens_seen + int(tokens)
-            done = engine.steps_done
+            norm = engine.step()
+            mean, done = engine.ranks.total(mean), engine.steps_done
+            tokens_seen += int(engine.ranks.total(sum(batch.tokens for batch, _ in micro)))
+            logs.add(done, {"loss": mean, "gradient_norm": norm, "lr": lr_of(engine)})
             if done % settings.evaluate_every == 0 or done == settings.steps:
-                score = evaluate(model, validation, settings.max_length)
+                score = evaluate(model, validation, settings, costs)
                 curve.append({"step": done, "tokens": tokens_seen, "loss": mean, **score})
+                logs.add(done, score)
                 best.keep(curve, engine, model)
             if done % settings.save_every == 0 and done < settings.steps:
                 engine.save({"curve": curve, "tokens": tokens_seen})
             progress.update(1, note=_note(mean, curve))
+    logs.close()
     engine.finish()
     best.restore(model)
     merge_adapters(model)
@@ -131,9 +173,21 @@ def distill(
     return curve
 
 
-def _loss_head(model: Any, rows: Sequence[TraceRow], settings: DistillSettings) -> LossHead:
-    """The model's head with the recipe's loss; it knows by now whether it learns."""
-    weight = model.get_output_embeddings().weight
+def loss_head(
+    model: Any,
+    rows: Sequence[TraceRow],
+    settings: DistillSettings,
+    target_vocabulary: int | None = None,
+) -> LossHead:
+    """The model's head with the recipe's loss; by now it is known what learns.
+
+    Args:
+        model: the drafter.
+        rows: of the traces, by which `vocab_limit` chooses.
+        settings: the recipe's `distill`.
+        target_vocabulary: logits of a live target; none: traces speak for it.
+    """
+    head, logits = model.get_output_embeddings(), Projection.of(model)
     loss = make_loss(
         settings.loss,
         cross_entropy_share=settings.cross_entropy,
@@ -141,7 +195,10 @@ def _loss_head(model: Any, rows: Sequence[TraceRow], settings: DistillSettings) 
         beta=settings.beta,
         alpha=settings.alpha,
     )
-    return LossHead(HeadLoss.over_commonest(loss, rows, len(weight), settings.vocab_limit), weight)
+    ids, limit = len(head.weight), settings.vocab_limit
+    head_loss = HeadLoss.over_commonest(loss, rows, ids, limit, target_vocabulary)
+    bias = getattr(head, "bias", None)
+    return LossHead(head_loss, head.weight, bias, scale=logits.scale, softcap=logits.softcap)
 
 
 def _engine(
@@ -162,13 +219,43 @@ def _engine(
     return make_engine(student, optimizer, state, scheduler, settings.clip, zero=settings.zero)
 
 
-@torch.inference_mode()
-def evaluate(model: Any, rows: Sequence[TraceRow], max_length: int) -> dict[str, float]:
-    """Replay held-out greedy traces: emitted per round at k = 3, and top-1 agreement.
+@dataclass(frozen=True)
+class Costs:
+    """Times, over that of a plain step of the target.
 
-    Empty where there is no such row.
+    Attributes:
+        draft: a pass of the drafter.
+        verify: a verification.
     """
-    counts, agreed = RoundCounts(EVALUATION_LOOKAHEAD), Counter[bool]()
+
+    draft: float
+    verify: float = 1.0
+
+    @classmethod
+    def of(cls, model: Any, settings: DistillSettings, target_layers: int | None) -> "Costs":
+        """The recipe's; a drafter's latency grows with its depth (Yan et al. 2025)."""
+        by_depth = model.config.num_hidden_layers / target_layers if target_layers else 0.0
+        return cls(settings.draft_cost or by_depth, settings.verify_cost)
+
+    def speedup(self, counts: RoundCounts) -> float:
+        """Predicted tokens per second over the target alone, without prefills."""
+        # After full acceptance the drafter has yet to read its last proposal.
+        passes = counts.lookahead * counts.rounds + counts.full
+        return counts.emitted / (passes * self.draft + counts.rounds * self.verify)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Any, rows: Sequence[TraceRow], settings: DistillSettings, costs: Costs
+) -> dict[str, float]:
+    """Replay held-out greedy traces; empty where there is none.
+
+    Returns:
+        Emitted per round at the recipe's lookahead, top-1 agreement, and the best predicted speedup
+        with the lookahead that gives it.
+    """
+    max_length, most = settings.max_length, max(settings.lookahead, MOST_LOOKAHEAD)
+    counts, agreed = [RoundCounts(k) for k in range(1, most + 1)], Counter[bool]()
     was_training = model.training
     model.eval()
     for row in rows:
@@ -178,14 +265,17 @@ def evaluate(model: Any, rows: Sequence[TraceRow], max_length: int) -> dict[str,
         batch = collate([row], max_length).to(model.device)
         choices = model.get_output_embeddings()(hidden_at_answers(model, batch)).argmax(-1)
         matches = (choices == batch.labels).cpu().numpy()
-        counts += replay(matches, EVALUATION_LOOKAHEAD, limit=answers + 1)
+        counts = [c + replay(matches, c.lookahead, limit=answers + 1) for c in counts]
         agreed.update(matches.tolist())
     model.train(was_training)
-    if counts.emitted_per_round is None:
+    if not agreed:
         return {}
+    best = max(counts, key=costs.speedup)
     return {
-        "emitted_per_round": counts.emitted_per_round,
-        "top1": agreed[True] / max(1, agreed.total()),
+        "emitted_per_round": float(counts[settings.lookahead - 1].emitted_per_round or 0.0),
+        "top1": agreed[True] / agreed.total(),
+        "predicted_speedup": costs.speedup(best),
+        "best_lookahead": best.lookahead,
     }
 
 
@@ -207,14 +297,19 @@ def trainable_parameters(
 
 def recompute_activations(model: Any, on: bool) -> None:
     """Let blocks compute their activations again in the backward pass, or not."""
-    if on == model.is_gradient_checkpointing:
-        return
     # transformers 5.24 has another name for it than 5.17.
     kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if on == getattr(model, f"is_{kind}_checkpointing"):
+        return
     if on:
         getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
     else:
         getattr(model, f"{kind}_checkpointing_disable")()
+
+
+def lr_of(engine: Engine) -> float:
+    """The learning rate of the next step."""
+    return float(engine.optimizer.param_groups[0]["lr"])
 
 
 def _note(loss: float, curve: Sequence[dict[str, float]]) -> str:

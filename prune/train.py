@@ -17,9 +17,16 @@ from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import Engine, TorchEngine, freeze_all_but
-from draftsmith.distill.head_loss import HeadLoss, LossHead
-from draftsmith.distill.losses import forward_kl
-from draftsmith.distill.train import hidden_at_answers, mean_over_step
+from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
+from draftsmith.distill.losses import (
+    Loss,
+    Traces,
+    cross_entropy,
+    forward_kl,
+    total_variation,
+)
+from draftsmith.distill.states import hidden_at_answers
+from draftsmith.distill.train import mean_over_step
 from draftsmith.errors import DraftsmithError
 from draftsmith.prune.exchange import Exchanged, Layers, exchange_layers
 from draftsmith.prune.lagrangian import Lagrangian
@@ -31,6 +38,11 @@ _CONVERGED, _CONVERGED_SHARE = 0.5, 0.02
 _SAVE_EVERY = 10
 # Rows on which sets of layers are compared.
 _EXCHANGE_ROWS = 12
+_OBJECTIVES: dict[str, Loss] = {
+    "kd": forward_kl,
+    "acceptance": total_variation,
+    "ce": cross_entropy,
+}
 
 
 @dataclass(frozen=True)
@@ -50,32 +62,20 @@ class Pruning:
     exchanged: Exchanged | None = None
 
 
-def select_by_position(method: str, source: Shape, drafter: Shape) -> Selection:
-    """Baselines that look at nothing: the first of everything, or layers evenly spread.
-
-    Args:
-        method: `first` or `uniform`; widths are cut to their first entries by both.
-        source: the shape that is cut.
-        drafter: the shape that comes out.
-    """
-    masks = LearnableMasks(changed_axes(source, drafter), source, init=0.0)
-    if method == "uniform" and "layers" in masks.axes:
-        # First and last always stay: they read the embeddings and write for the head.
-        spread = torch.linspace(0, source.layers - 1, drafter.layers).round().long()
-        with torch.no_grad():
-            masks.log_alpha["layers"][spread] = 1.0
-    return masks.select(source, drafter)
-
-
 @dataclass(frozen=True)
 class MaskedLoss:
-    """Forward KL of the masked source against the target's traces."""
+    """The recipe's objective for the masked source, on the target's texts.
+
+    Attributes:
+        labels: learn the tokens of the text, and not the distributions of its traces.
+    """
 
     model: Any
     family: Family
     source: Shape
     head: LossHead
     dtype: torch.dtype
+    labels: bool = False
 
     def __call__(self, masks: Masks, batch: Batch) -> Tensor:
         """Mean over the batch's answer tokens with `masks` acting on the source."""
@@ -84,7 +84,31 @@ class MaskedLoss:
             autocast(self.model, self.dtype),
         ):
             hidden_AH = hidden_at_answers(self.model, batch)
-            return mean_over_step(self.head(hidden_AH, batch), batch.tokens)
+            signal = Traces.of_labels(batch.labels) if self.labels else batch.traces
+            return mean_over_step(self.head(hidden_AH, signal), batch.tokens)
+
+
+def masked_loss(
+    model: Any,
+    family: Family,
+    source: Shape,
+    rows: Sequence[TraceRow],
+    settings: PruneSettings,
+    dtype: torch.dtype = torch.float32,
+) -> MaskedLoss:
+    """The objective of a recipe for a frozen source; arguments as for `learn_masks`."""
+    logits = Projection.of(model)
+    ids, objective = len(logits.weight), settings.objective
+    head_loss = HeadLoss.over_commonest(_OBJECTIVES[objective], rows, ids, settings.vocab_limit)
+    own = model.get_output_embeddings()
+    head = LossHead(
+        head_loss,
+        own.weight,
+        getattr(own, "bias", None),
+        scale=logits.scale,
+        softcap=logits.softcap,
+    )
+    return MaskedLoss(model, family, source, head, dtype, labels=objective == "ce")
 
 
 def learn_masks(
@@ -119,9 +143,7 @@ def learn_masks(
     if not axes:
         return Pruning(Selection.of_layers(source, range(source.layers)), {}, [])
     freeze_all_but(model, ())
-    weight = model.get_output_embeddings().weight
-    head_loss = HeadLoss.over_commonest(forward_kl, rows, len(weight), settings.vocab_limit)
-    loss = MaskedLoss(model, family, source, LossHead(head_loss, weight), dtype)
+    loss = masked_loss(model, family, source, rows, settings, dtype)
     masks = LearnableMasks(axes, source, settings.init_log_alpha).to(model.device)
     lagrangian = Lagrangian(axes, source, drafter, settings.warmup, settings.penalty)
     stream = BatchStream(rows, settings.batch, settings.max_length, seed)

@@ -87,8 +87,14 @@ def _traces(path: Path) -> Plain:
         "answer_tokens": store.answer_tokens,
         "sampled_rows": sum(row.sampled for row in rows),
         "bytes": sum((path / shard.file).stat().st_size for shard in store.shards),
+        "bytes_per_token": store.bytes_per_token,
         "shards": len(store.shards),
         **store.about,
+        "domains": list(store.domains),
+        "answer_tokens_by_domain": {
+            domain: sum(len(row.answer) for row in rows if row.domain == domain)
+            for domain in store.domains
+        },
         "provenance": _provenance(path),
     }
 
@@ -207,7 +213,6 @@ def _show_masks(found: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _show_traces(found: Mapping[str, Any]) -> Iterator[Any]:
-    per_token = found["bytes"] / max(1, found["answer_tokens"])
     yield _facts(
         found,
         "traces",
@@ -216,11 +221,24 @@ def _show_traces(found: Mapping[str, Any]) -> Iterator[Any]:
             f"{found['sampled_rows']:,} sampled",
             "answer tokens": f"{found['answer_tokens']:,}",
             "teacher signal": f"top {found['top_n']} log-probabilities, "
-            f"{per_token:.0f} bytes a token",
+            f"{found['bytes_per_token']:.0f} bytes a token",
             "stored as": f"{found['shards']} shards, {found['bytes'] / 2**20:,.1f} MiB",
         }
         | _origin(found),
     )
+    if len(found["domains"]) > 1:
+        yield _domains(found["answer_tokens_by_domain"], found["answer_tokens"])
+
+
+def _domains(tokens: Mapping[str, int], total: int) -> Any:
+    from rich.table import Table
+
+    table = Table("domain", box=None, pad_edge=False, title="Answer tokens", title_justify="left")
+    table.add_column("tokens", justify="right")
+    table.add_column("share", justify="right")
+    for domain, count in sorted(tokens.items(), key=lambda item: -item[1]):
+        table.add_row(domain or "(none)", f"{count:,}", f"{count / max(1, total):.0%}")
+    return table
 
 
 def _show_run(found: Mapping[str, Any]) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -54,7 +54,19 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RequestError: naming the key, its value and what would be right.
     """
-    path = locate(recipe)
+    data = _read(locate(recipe))
+    for override in overrides:
+        _override(data, override)
+    return validate(data)
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe's keys, on top of those of the recipe that its `base` names.
+
+    Args:
+        path: of the recipe.
+        above: recipes that led here, by their `base`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -62,9 +74,25 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
     data = _parse(text, place=str(path))
     if not isinstance(data, dict):
         raise RequestError(f"{path}: a recipe is a mapping of keys, not {type(data).__name__}")
-    for override in overrides:
-        _override(data, override)
-    return validate(data)
+    if (base := data.pop("base", None)) is None:
+        return data
+    if not isinstance(base, str):
+        raise RequestError(f"{path}: base: {base!r}: give a recipe's name or file")
+    beside = path.parent / base
+    below = beside if beside.suffix in {".yaml", ".yml"} and beside.is_file() else locate(base)
+    if below.resolve() in [p.resolve() for p in (*above, path)]:
+        raise RequestError(f"{path}: base: {base}: leads back to a recipe that builds on this one")
+    return _merged(_read(below, (*above, path)), data)
+
+
+def _merged(base: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """`keys` on top of `base`, group by group; a list replaces a list."""
+    merged = dict(base)
+    for name, value in keys.items():
+        group = merged.get(name)
+        groups = isinstance(group, dict) and isinstance(value, dict)
+        merged[name] = _merged(group, value) if groups else value  # type: ignore[arg-type]
+    return merged
 
 
 def validate(data: Mapping[str, Any]) -> Recipe:
@@ -204,7 +232,8 @@ def reference() -> str:
             if child is not None:
                 walk(child, f"{prefix}{f.name}.")
                 continue
-            default = "required" if f.name == "target" else f"`{json.dumps(_plain(f.default))}`"
+            value = f.default if f.default_factory is MISSING else f.default_factory()
+            default = "required" if f.name == "target" else f"`{json.dumps(_plain(value))}`"
             lines.append(f"| `{prefix}{f.name}` | {default} | {_description(f)} |")
 
     walk(Recipe, "")

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.checkpoints import provenance
 from draftsmith.checkpoints.devices import compute_dtype, default_device
+from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.formats import ModelRef, resolve
+from draftsmith.checkpoints.layout import narrowest_window
 from draftsmith.checkpoints.loading import (
     describe,
     load_config,
@@ -33,6 +35,9 @@ from draftsmith.data.traces import TraceStore
 from draftsmith.errors import RequestError
 from draftsmith.recipes.loading import to_plain
 from draftsmith.recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from draftsmith.distill.teacher import Teacher
 
 _KEY = "stage-key"
 _STATE = "state"
@@ -143,6 +148,7 @@ def check(run: Run) -> Shape:
         check_tokenizer_rows(run.tokenizer, source.vocab, run.source.spec)
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
+    _check_distill(run, config, family)
     score = run.recipe.score
     prompts = prompts_for(run.target, target, run.tokenizer, score)
     if score.samples:
@@ -151,6 +157,24 @@ def check(run: Run) -> Shape:
     if "gguf" in run.recipe.export.to:
         gguf.preflight(config, family, shape, run.target, run.recipe.export.gguf_type)
     return shape
+
+
+def _check_distill(run: Run, config: Any, family: Family) -> None:
+    """Refuse what distillation can't do with these models."""
+    settings = run.recipe.distill
+    if settings.hidden_matching and run.source != run.target:
+        raise RequestError(
+            f"recipe.distill.hidden_matching: {settings.hidden_matching}: the drafter is cut from "
+            f"{run.source.spec}, whose layers are not those of {run.target.spec}; leave it out"
+        )
+    window = narrowest_window(config, family)
+    rounds = settings.on_policy or settings.position_decay < 1
+    if rounds and window is not None and window < settings.max_length + settings.lookahead:
+        raise RequestError(
+            f"recipe.distill.max_length: {settings.max_length}: rounds of the drafter are looked "
+            f"for within attention windows of {window} tokens only; make it at most "
+            f"{window - settings.lookahead}, or leave on_policy and position_decay out"
+        )
 
 
 def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
@@ -166,6 +190,10 @@ def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
     _check_needs(run, due, keys)
     _set_up_torch(run.recipe.threads)
     shape = check(run)
+    if "trace" in {stage.name for stage in due}:
+        from draftsmith.distill.trace import check_engine
+
+        check_engine(run.recipe.trace, run.target)
     say(f"drafter: {shape}")
     with storage(run.out):
         run.out.mkdir(parents=True, exist_ok=True)
@@ -305,23 +333,37 @@ def _traces(run: Run, folder: Path) -> None:
 
 def _prune(run: Run, folder: Path) -> None:
     from draftsmith.checkpoints.slicing import compact_model
-    from draftsmith.prune.train import Pruning, learn_masks, select_by_position
+    from draftsmith.prune.baselines import (
+        select_at_random,
+        select_by_activations,
+        select_by_position,
+    )
+    from draftsmith.prune.train import Pruning, learn_masks
 
     model, settings = run.source_model, run.recipe.prune
     family, source = describe(model.config, run.source)
     shape = resolve_shape(source, asdict(settings.shape), family, settings.axes)
+    rows, seed = TraceStore(run.folder("traces")).rows("train"), run.recipe.seed
     if settings.method == "masks":
+        state = folder / _STATE
         result = learn_masks(
+            model, family, source, shape, rows, settings, seed=seed, state=state, dtype=run.dtype
+        )
+    elif settings.method in ("block-influence", "importance"):
+        chosen = select_by_activations(
+            settings.method,
             model,
             family,
             source,
             shape,
-            TraceStore(run.folder("traces")).rows("train"),
-            settings,
-            seed=run.recipe.seed,
-            state=folder / _STATE,
-            dtype=run.dtype,
+            rows,
+            batch=settings.batch,
+            max_length=settings.max_length,
+            seed=seed,
         )
+        result = Pruning(chosen, {}, [])
+    elif settings.method == "random":
+        result = Pruning(select_at_random(source, shape, seed), {}, [])
     else:
         result = Pruning(select_by_position(settings.method, source, shape), {}, [])
     if result.exchanged is not None:
@@ -352,6 +394,7 @@ def _distill(run: Run, folder: Path) -> None:
     # Weights that learn are float32 everywhere; only products may be in less.
     model = load_model(resolve(str(run.folder("pruned"))), dtype=torch.float32)
     family, _ = describe(model.config, run.source)
+    _, target_shape = describe(load_config(run.target), run.target)
     curve = distill(
         model,
         family,
@@ -361,10 +404,27 @@ def _distill(run: Run, folder: Path) -> None:
         seed=run.recipe.seed,
         state=folder / _STATE,
         dtype=run.dtype,
+        teacher=_teacher(run),
+        target_layers=target_shape.layers,
     )
     if is_main():
         save_model(model, run.target, folder)
         write_json(folder / "curve.json", curve)
+
+
+def _teacher(run: Run) -> "Teacher | None":
+    """The target, if the recipe wants it in memory."""
+    from draftsmith.distill.teacher import Teacher
+    from draftsmith.prune.compact import read_masks
+
+    settings = run.recipe.distill
+    if settings.teacher == "traces":
+        return None
+    kept = None
+    if settings.hidden_matching:
+        kept = read_masks(run.folder("pruned") / MASKS).selection
+    model = load_model(run.target, dtype=run.dtype)
+    return Teacher(model, kept=kept, shard=settings.shard_teacher)
 
 
 def _score(run: Run, folder: Path) -> None:

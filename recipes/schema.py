@@ -64,6 +64,14 @@ class DataSettings:
 class TraceSettings:
     """Texts that the target writes, with its own top-n log-probabilities."""
 
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        Field(
+            description="what runs the target: transformers, on any machine; vllm (pip install "
+            "vllm; an HF folder), for a target of billions of parameters on GPUs, with batch in "
+            "the hundreds"
+        ),
+    ] = "transformers"
     tokens: Annotated[PositiveInt, Field(description="answer tokens to write before stopping")] = (
         60_000
     )
@@ -86,9 +94,19 @@ class TraceSettings:
         Field(
             ge=0,
             description="processes that write, each with the target in memory and, on a CPU, one "
-            "thread; 0: one a core",
+            "thread; 0: one a core. With engine: vllm, GPUs that share the target; 0: one",
         ),
     ] = 0
+
+    @model_validator(mode="after")
+    def _vllm_knows_one_temperature(self) -> "TraceSettings":
+        if self.engine == "vllm" and self.sampled_share and self.temperature != 1.0:
+            raise ValueError(
+                f"temperature {self.temperature}: engine vllm gives log-probabilities at the "
+                "temperature of the draw alone, and traces need them at 1 too; set temperature: "
+                "1.0, sampled_share: 0.0 or engine: transformers"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -120,9 +138,21 @@ class PruneSettings:
         Field(description="axes that may be cut; default: those that the shape changes"),
     ] = None
     method: Annotated[
-        Literal["masks", "first", "uniform"],
-        Field(description="masks: learned; first, uniform: baselines that choose by position"),
+        Literal["masks", "first", "last", "uniform", "random", "block-influence", "importance"],
+        Field(
+            description="masks: learned. Baselines: first, last, uniform choose by position; "
+            "block-influence keeps the layers that change their input most, importance also the "
+            "widths with the largest activations"
+        ),
     ] = "masks"
+    objective: Annotated[
+        Literal["kd", "acceptance", "ce"],
+        Field(
+            description="what masks minimise on the target's texts: kd, forward KL to its "
+            "distributions; acceptance, 1 - acceptance under sampling; ce, cross-entropy of the "
+            "texts"
+        ),
+    ] = "kd"
     steps: Annotated[PositiveInt, Field(description="mask training steps")] = 60
     warmup: Annotated[
         int, Field(ge=0, description="steps over which the wanted count falls to the shape's")
@@ -207,6 +237,52 @@ class DistillSettings:
         PositiveFloat,
         Field(description="softens both distributions; beside cross_entropy, with a factor T²"),
     ] = 1.0
+    teacher: Annotated[
+        Literal["traces", "live"],
+        Field(
+            description="traces: the top_n log-probabilities that they hold; live: the target "
+            "itself, in memory, with all of its logits"
+        ),
+    ] = "traces"
+    shard_teacher: Annotated[
+        bool,
+        Field(description="cut a live target into the parts of many processes (DeepSpeed ZeRO 3)"),
+    ] = False
+    on_policy: Annotated[
+        Share,
+        Field(
+            description="share of the steps that learn from real rounds of the drafter, what it "
+            "proposes after a mistake included, as a live target judges it"
+        ),
+    ] = 0.0
+    on_policy_warmup: Annotated[
+        int, Field(ge=0, description="steps over which that share rises from 0")
+    ] = 0
+    lookahead: Annotated[
+        PositiveInt, Field(description="lookahead of those rounds, and of the replays")
+    ] = 3
+    position_decay: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="what a position counts against the one before it in a round of the "
+            "drafter; 1: all alike, and no rounds are looked for",
+        ),
+    ] = 1.0
+    domain_weights: Annotated[
+        dict[str, PositiveFloat],
+        Field(description="what tokens of a domain count; 1 for domains that are not named"),
+    ] = field(default_factory=dict)
+    hidden_matching: Annotated[
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="factor of the distance between what each kept layer reads in the drafter "
+            "and in a live target that is the source",
+        ),
+    ] = 0.0
     cross_entropy: Annotated[
         Share,
         Field(
@@ -275,11 +351,32 @@ class DistillSettings:
         int,
         Field(
             ge=0,
-            description="end after so many replays that emit no more per round, and keep the best "
-            "weights; 0: all steps are done, and the last weights kept",
+            description="end after so many replays without a higher predicted speedup, and keep "
+            "the best weights; 0: all steps are done, and the last weights kept",
         ),
     ] = 0
+    draft_cost: Annotated[
+        PositiveFloat | None,
+        Field(
+            description="time of a drafter's pass over that of a plain step of the target, for the "
+            "predicted speedup; none: as many times as it has layers"
+        ),
+    ] = None
+    verify_cost: Annotated[
+        PositiveFloat,
+        Field(description="time of a verification over that of a plain step; 1 on most GPUs"),
+    ] = 1.0
     save_every: Annotated[PositiveInt, Field(description="steps between two checkpoints")] = 100
+
+    @model_validator(mode="after")
+    def _target_where_needed(self) -> "DistillSettings":
+        for name in ("on_policy", "hidden_matching", "shard_teacher"):
+            if self.teacher == "traces" and (value := getattr(self, name)):
+                raise ValueError(
+                    f"{name} {value}: only the target itself can judge that; set teacher: live, "
+                    f"or leave {name} out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "DistillSettings":

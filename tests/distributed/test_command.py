@@ -73,12 +73,21 @@ def weights(out: Path) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+OWN = ("teacher=live", "on_policy=0.5", "hidden_matching=0.5", "position_decay=0.8", "lookahead=4")
+
+
+@pytest.mark.parametrize(
+    ("zero", "more"), [(2, ()), (3, ()), (2, OWN), (3, (*OWN, "shard_teacher=true"))]
+)
 def test_two_processes_distil_as_one(
-    begun: Path, tiny_recipe: Path, tmp_path: Path, zero: int
+    begun: Path, tiny_recipe: Path, tmp_path: Path, zero: int, more: tuple[str, ...]
 ) -> None:
-    """Killed after a save as well, and gone on with; Adam magnifies what rounding leaves."""
+    """Killed after a save as well, and gone on with; Adam magnifies what rounding leaves.
+
+    A live target is whole in each process, or cut into the parts of both.
+    """
     asked = [*SETTINGS, "-s", f"distill.zero={zero}"]
+    asked += [word for setting in more for word in ("-s", f"distill.{setting}")]
     one = command("distill", tiny_recipe, "--out", tmp_path / "one", *asked, cwd=tmp_path)
     assert one.returncode == 0, one.stderr
     words = launched("distill", tiny_recipe, "--out", begun, *asked)

@@ -8,8 +8,10 @@ import torch
 
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import BatchStream, collate
+from draftsmith.distill.head_loss import HeadLoss
 from draftsmith.distill.losses import forward_kl
-from draftsmith.distill.train import HeadLoss, hidden_at_answers, mean_over_step
+from draftsmith.distill.states import hidden_at_answers
+from draftsmith.distill.train import mean_over_step
 from draftsmith.errors import DraftsmithError
 from tests.conftest import TINY_VOCAB, make_model
 
@@ -59,7 +61,7 @@ def row(prompt: int, answer: int) -> TraceRow:
 
 def loss_sum(model: Any, batch: Any) -> torch.Tensor:
     head = HeadLoss(forward_kl)
-    return head(hidden_at_answers(model, batch), model.get_output_embeddings().weight, batch)
+    return head(hidden_at_answers(model, batch), model.get_output_embeddings().weight, batch.traces)
 
 
 def test_A24_rows_without_an_answer_are_dropped_and_counted() -> None:
@@ -125,7 +127,7 @@ def test_padding_does_not_change_a_row() -> None:
 def test_rows_are_cut_at_max_length() -> None:
     batch = collate([row(4, 12)], max_length=10)
     assert batch.ids.shape == (1, 10)
-    assert batch.tokens == len(batch.top_ids) == len(batch.top_logprobs) == 6
+    assert batch.tokens == len(batch.traces.top_ids) == len(batch.traces.top_logprobs) == 6
 
 
 def test_every_row_once_an_epoch_and_the_same_again() -> None:

@@ -27,7 +27,7 @@ def run(
 
     def evaluate(model: Any, *_: Any) -> dict[str, float]:
         weights.append({name: t.clone() for name, t in model.state_dict().items()})
-        return {"emitted_per_round": next(said)}
+        return {"predicted_speedup": next(said)}
 
     patch.setattr(train, "evaluate", evaluate)
     model = make_model(tie_word_embeddings=True)
@@ -38,7 +38,8 @@ def run(
 def test_training_ends_when_nothing_better_comes_and_the_best_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, curve, weights = run(tmp_path, monkeypatch, [1.1, 1.5, 1.4, 1.5, 1.3, 9.0])
+    folder = tmp_path / "not yet there"
+    model, curve, weights = run(folder, monkeypatch, [1.1, 1.5, 1.4, 1.5, 1.3, 9.0])
     assert [row["step"] for row in curve] == [1, 2, 3, 4, 5]
     for name, tensor in model.state_dict().items():
         assert tensor.equal(weights[1][name]), name

@@ -97,6 +97,39 @@ def test_bias_scale_and_softcap() -> None:
         assert torch.allclose(a, b, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_positions_count_what_their_weights_say(name: str) -> None:
+    """Chunked and whole: the sum over positions, each times its weight."""
+    hidden, weight = hidden_and_weight()
+    signal, loss, weights = live(), make_loss(name), normal(TOKENS, seed=6).abs()
+    chunked = HeadLoss(loss, chunk_bytes=SMALL)(hidden, weight, signal, weights)
+    apart = [
+        HeadLoss(loss)(hidden[i : i + 1], weight, signal[i : i + 1]) * weights[i]
+        for i in range(TOKENS)
+    ]
+    total = torch.stack(apart).sum()
+    (expected,) = slopes(total, hidden)
+    assert float(chunked.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
+    (found,) = slopes(chunked, hidden)
+    assert torch.allclose(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_likeliest_ids_are_those_of_all_logits(learns: bool) -> None:
+    """Without a signal, chunk by chunk; over some columns they are ids all the same."""
+    hidden, weight = hidden_and_weight()
+    weight.requires_grad_(learns)
+    columns = torch.arange(1, VOCABULARY, 3)
+    logits = hidden @ weight.T
+    for chosen, expected in (
+        (None, logits.argmax(-1)),
+        (50, logits[:, :50].argmax(-1)),
+        (columns, columns[logits[:, columns].argmax(-1)]),
+    ):
+        head_loss = HeadLoss(make_loss("forward_kl"), chosen, chunk_bytes=SMALL)
+        assert torch.equal(LossHead(head_loss, weight)(hidden, None), expected)
+
+
 def test_float64_stays_float64() -> None:
     """To the last digits of the plain computation, whose gradients are checked numerically."""
     hidden = normal(5, 3, seed=6, dtype=torch.float64).requires_grad_()

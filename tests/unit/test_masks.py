@@ -13,6 +13,7 @@ from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.shape import Shape, shape_of
 from draftsmith.errors import DraftsmithError
 from draftsmith.prune import train
+from draftsmith.prune.baselines import select_by_position
 from draftsmith.prune.exchange import exchange_layers
 from draftsmith.prune.lagrangian import Lagrangian
 from draftsmith.prune.masks import LearnableMasks, applied, probability_open, sample
@@ -205,8 +206,8 @@ def test_A16_masks_that_have_not_converged_fail_with_numbers(tmp_path: Path) -> 
 def test_position_baselines() -> None:
     drafter = Shape(3, 2, 2, 8, 10, 32, 96)
     source = Shape(30, 2, 2, 8, 64, 32, 96)
-    assert train.select_by_position("first", source, drafter).layers == (0, 1, 2)
-    uniform = train.select_by_position("uniform", source, drafter)
+    assert select_by_position("first", source, drafter).layers == (0, 1, 2)
+    uniform = select_by_position("uniform", source, drafter)
     assert uniform.layers in {(0, 14, 29), (0, 15, 29)}
     assert uniform.shape(source) == drafter
 

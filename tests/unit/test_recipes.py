@@ -158,6 +158,42 @@ def test_overrides_fill_a_group_that_is_there_without_keys(recipe: Any) -> None:
     assert recipe(f"{PLAIN}distill:\n", ["distill.lr=3e-5"]).distill.lr == 3e-5
 
 
+# --- recipes that build on others
+
+
+def test_a_recipe_may_build_on_another(recipe: Any, tmp_path: Path) -> None:
+    """Group by group; a list replaces a list; overrides come last."""
+    base = f"{PLAIN}seed: 3\nscore: {{lookahead: [1, 4], limit: 5}}\ndistill: {{lr: 2e-4}}"
+    (tmp_path / "below.yaml").write_text(base)
+    on_top = "base: below.yaml\nscore: {lookahead: [2]}\ndistill: {steps: 7, warmup: 1}"
+    loaded = recipe(on_top, ["distill.steps=9"])
+    assert (loaded.target, loaded.seed) == ("org/model", 3)
+    assert (loaded.score.lookahead, loaded.score.limit) == ((2,), 5)
+    assert (loaded.distill.lr, loaded.distill.steps) == (2e-4, 9)
+
+
+def test_a_recipe_may_build_on_a_shipped_one(recipe: Any) -> None:
+    loaded = recipe("base: quickstart\nseed: 8")
+    assert loaded.data == load("quickstart").data
+    assert loaded.seed == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: quickstat", "did you mean 'quickstart'"),
+        ("base: none.yaml", "none.yaml: there is no such file"),
+        ("base: [quickstart]", r"mine\.yaml: base: \['quickstart'\]: give a recipe's name or file"),
+        ("base: mine.yaml", r"mine\.yaml: base: mine\.yaml: leads back"),
+        ("base: quickstart\nprune: 5", r"recipe\.prune: 5: .*object"),
+        ("base: quickstart\nprune: {stepz: 5}", r"recipe\.prune\.stepz: unknown key"),
+    ],
+)
+def test_bad_bases(recipe: Any, text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        recipe(text)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -1,6 +1,8 @@
 """The target writes text: reproducible, resumable, with its own probabilities."""
 
-from collections.abc import Callable
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,19 @@ import torch
 
 from draftsmith.accept.decode import Limits, greedy_decode
 from draftsmith.checkpoints.formats import resolve
-from draftsmith.data.traces import TraceStore, read_shard, shard_name
+from draftsmith.data.traces import (
+    RowKey,
+    TraceRow,
+    TraceStore,
+    read_shard,
+    shard_name,
+    write_index,
+    write_shard,
+)
 from draftsmith.distill import trace
 from draftsmith.distill.trace import Sample, Writer, write_batch, write_traces
 from draftsmith.errors import DraftsmithError, RequestError
+from draftsmith.recipes.inspection import inspect, render
 from draftsmith.recipes.loading import validate
 from draftsmith.recipes.schema import Recipe
 from tests.conftest import make_model, make_tokenizer
@@ -137,9 +148,12 @@ def test_corpus_beginnings_are_continued(
     data = {"source": "corpus", "path": [str(corpus)], "prompt_tokens": 5}
     folder = tmp_path / "traces"
     folder.mkdir()
-    write_traces(recipe_for(target, data=data), resolve(str(target)), folder)
+    # All are equal: only what is drawn is worth more than one row.
+    recipe = recipe_for(target, data=data, trace={"sampled_share": 1.0})
+    write_traces(recipe, resolve(str(target)), folder)
     rows = TraceStore(folder).rows("train")
     assert {r.prompt_length for r in rows} == {5}
+    assert {r.domain for r in rows} == {"corpus"}
     assert make_tokenizer().decode(rows[0].tokens[:5].tolist()).startswith("how many")
 
 
@@ -209,10 +223,16 @@ def test_validation_rows_are_held_out(save: Callable[..., Path], tiny: Any, tmp_
     assert not sides[0] & sides[1]
 
 
+def keys(**tokens: int) -> list[RowKey]:
+    """Keys of rows by their names."""
+    return [RowKey(count, name.encode()) for name, count in tokens.items()]
+
+
 def test_empty_batches_are_no_gap() -> None:
     """A batch whose prompts came to nothing counts as written, or the stage would never end."""
-    assert trace._needed({0: 100, 1: 0, 2: 100, 3: 100}, 250) == [0, 1, 2, 3]
-    assert trace._needed({0: 100, 2: 100}, 250) == [0]
+    a, b, c = keys(a=100, b=100, c=100)
+    assert trace._needed({0: [a], 1: [], 2: [b], 3: [c]}, 250) == ([0, 1, 2, 3], 300)
+    assert trace._needed({0: [a], 2: [b]}, 250) == ([0], 100)
 
 
 def test_a_worker_that_was_killed_is_told() -> None:
@@ -236,3 +256,253 @@ def test_prompts_that_fill_the_context_are_left_out(
     write_traces(recipe_for(target, data=data), resolve(str(target)), folder)
     (row,) = TraceStore(folder).rows("train") + TraceStore(folder).rows("validation")
     assert len(row.tokens) <= 24
+
+
+# --- texts that were written before
+
+
+def a_row(
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    sampled: bool = False,
+    domain: str = "",
+    n: int = 2,
+    id_type: type = np.uint16,
+) -> TraceRow:
+    return TraceRow(
+        tokens=np.array([*prompt, *answer], np.int32),
+        prompt_length=len(prompt),
+        sampled=sampled,
+        logprobs=np.full(len(answer), -1.5, np.float32),
+        top_ids=np.zeros((len(answer), n), id_type),
+        top_logprobs=np.full((len(answer), n), -2.0, np.float16),
+        domain=domain,
+    )
+
+
+# In the third batch all stood before; the first row of the second is a draw of its own.
+BATCHES = [
+    [a_row([5, 6], [7] * 10), a_row([8], [9] * 10, sampled=True), a_row([8], [9] * 10)],
+    [a_row([8], [4] * 10, sampled=True), a_row([5, 6], [7] * 10), a_row([10], [3] * 10)],
+    [a_row([8], [9] * 10, sampled=True), a_row([5, 6], [7] * 10), a_row([10], [3] * 10)],
+    [a_row([11], [3] * 10, domain="d"), a_row([10], [3] * 10), a_row([12], [3] * 10)],
+    [a_row([13], [3] * 10)],
+]
+
+
+def test_tokens_that_were_written_before_count_once() -> None:
+    a, b, c, d = keys(a=100, b=50, c=100, d=1)
+    done = {0: [a], 1: [a, b, b], 2: [a], 3: [c], 4: [d]}
+    assert trace._needed(done, 200) == ([0, 1, 2, 3], 250)
+    assert trace._needed(done, 150) == ([0, 1], 150)
+    assert trace._needed(done, 1000) == ([0, 1, 2, 3, 4], 251)
+
+
+def test_a_greedy_row_is_known_by_its_prompt_and_a_drawn_one_by_all_of_it() -> None:
+    greedy, tie = a_row([5, 6], [7, 8]), a_row([5, 6], [7, 9, 9])
+    assert RowKey.of(greedy) == RowKey.of(tie)
+    assert RowKey.of(tie).answer_tokens == 3
+    assert RowKey.of(greedy) != RowKey.of(a_row([5, 7], [7, 8]))
+    drawn = a_row([5, 6], [7, 8], sampled=True)
+    assert RowKey.of(drawn) == RowKey.of(a_row([5, 6], [7, 8], sampled=True))
+    assert RowKey.of(drawn) != RowKey.of(a_row([5, 6], [7, 9], sampled=True))
+    # A prompt that is all of another row is not that row.
+    assert RowKey.of(drawn) != RowKey.of(a_row([5, 6, 7, 8], [1]))
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The engine writes `BATCHES`; the numbers that it was asked for."""
+    asked: list[int] = []
+
+    def run(job: trace.Job, done: dict[int, list[RowKey]], progress: object) -> None:
+        for number, rows in enumerate(BATCHES):
+            if number in done:
+                continue
+            asked.append(number)
+            write_shard(job.folder, number, rows)
+            done[number] = [RowKey.of(row) for row in rows]
+            if trace._enough(done, job.trace.tokens):
+                return
+
+    engine = trace._Engine(check=lambda target: None, run=run)
+    monkeypatch.setitem(trace._ENGINES, "transformers", engine)
+    return asked
+
+
+def all_rows(folder: Path) -> list[TraceRow]:
+    store = TraceStore(folder)
+    return [row for shard in store.shards for row in read_shard(folder / shard.file)]
+
+
+def test_a_text_stands_in_the_store_once(
+    save: Callable[..., Path],
+    tiny: Any,
+    tmp_path: Path,
+    scripted: list[int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """70 different tokens are in the first four batches; 60 more would be with the equal ones."""
+    target = save(tiny)
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    write_traces(recipe_for(target, trace={"tokens": 70}), resolve(str(target)), folder)
+    assert scripted == [0, 1, 2, 3]
+    found = [RowKey.of(row) for row in all_rows(folder)]
+    expected = dict.fromkeys(RowKey.of(row) for rows in BATCHES[:4] for row in rows)
+    assert found == list(expected)
+    store = TraceStore(folder)
+    assert store.answer_tokens == 70
+    assert [s.file for s in store.shards] == [shard_name(n) for n in (0, 1, 3)]
+    assert not (folder / shard_name(2)).exists()
+    assert "5 texts had been written before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["first", "second", "index"])
+def test_leaving_out_may_be_interrupted(
+    save: Callable[..., Path],
+    tiny: Any,
+    tmp_path: Path,
+    scripted: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    target = save(tiny)
+    recipe, reference = recipe_for(target, trace={"tokens": 70}), resolve(str(target))
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir()
+    stopped.mkdir()
+    write_traces(recipe, reference, whole)
+    with monkeypatch.context() as patch:
+        interrupt(patch, place)
+        with pytest.raises(KeyboardInterrupt):
+            write_traces(recipe, reference, stopped)
+    write_traces(recipe, reference, stopped)
+    assert {p.name: p.read_bytes() for p in stopped.iterdir()} == {
+        p.name: p.read_bytes() for p in whole.iterdir()
+    }
+
+
+def interrupt(patch: pytest.MonkeyPatch, place: str) -> None:
+    """Stop before the first or second shard is written anew, or before the index is."""
+    left = iter([True] if place == "first" else [False, True])
+
+    def shard(*arguments: Any) -> None:
+        if next(left):
+            raise KeyboardInterrupt
+        write_shard(*arguments)
+
+    def index(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    if place == "index":
+        patch.setattr(trace, "write_index", index)
+    else:
+        patch.setattr(trace, "write_shard", shard)
+
+
+# --- bytes
+
+
+@pytest.mark.parametrize("n", [16, 64, 256])
+@pytest.mark.parametrize(("id_type", "entry"), [(np.uint16, 4), (np.int32, 6)])
+def test_bytes_per_answer_token(tmp_path: Path, n: int, id_type: type, entry: int) -> None:
+    """An id and a float16 for each of the n, the token and its float32, and the prompt's share."""
+    rows = [a_row([i] * 48, [1] * 128, n=n, id_type=id_type) for i in range(32)]
+    write_shard(tmp_path, 0, rows)
+    write_index(tmp_path, [0], {"validation_share": 0.0, "top_n": n})
+    found = TraceStore(tmp_path).bytes_per_token
+    assert found == pytest.approx(entry * n + 4 + 4 + 4 * 48 / 128, rel=0.01)
+
+
+# --- domains
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A finished store with rows of two domains and of none."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    write_shard(folder, 0, [a_row([5], [1] * 30, domain="code"), a_row([6], [1] * 10)])
+    write_shard(folder, 1, [a_row([7], [1] * 40, domain="book"), a_row([8], [1], domain="code")])
+    write_shard(folder, 2, [a_row([9], [1])])
+    write_index(folder, [0, 1, 2], {"validation_share": 0.0, "top_n": 2})
+    return folder
+
+
+def test_rows_keep_their_domain(mixed: Path) -> None:
+    store = TraceStore(mixed)
+    assert [row.domain for row in store.rows("train")] == ["code", "", "book", "code", ""]
+    assert store.domains == ("", "book", "code")
+
+
+def test_a_store_without_domains_opens(mixed: Path) -> None:
+    """As they were written before rows had one: no array in the shard, no names in the index."""
+    from safetensors.numpy import load_file
+
+    assert "domains" in load_file(mixed / shard_name(0))
+    assert "domains" not in load_file(mixed / shard_name(2))
+    write_index(mixed, [2], {"validation_share": 0.0, "top_n": 2})
+    index = json.loads((mixed / "index.json").read_text())
+    del index["domains"]
+    (mixed / "index.json").write_text(json.dumps(index))
+    store = TraceStore(mixed)
+    assert [row.domain for row in store.rows("train")] == [""]
+    assert store.domains == ("",)
+    assert "Answer tokens" not in shown(mixed)
+
+
+def test_inspect_shows_answer_tokens_by_domain(mixed: Path) -> None:
+    found = inspect(str(mixed))
+    assert found["answer_tokens_by_domain"] == {"": 11, "book": 40, "code": 31}
+    assert json.loads(json.dumps(found)) == found
+    lines = [line.split() for line in shown(mixed).splitlines()]
+    assert lines[-3:] == [["book", "40", "49%"], ["code", "31", "38%"], ["(none)", "11", "13%"]]
+
+
+def shown(folder: Path) -> str:
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(inspect(str(folder))))
+    return console.export_text()
+
+
+def batches_of(model: Any, target: Path, folder: Path, **data: Any) -> Iterator[list[TraceRow]]:
+    """The batches that a worker writes, read from its shards."""
+    job = trace.Job.of(recipe_for(target, data=data), resolve(str(target)), folder)
+    prompts = trace.Prompts(job.data, job.trace.batch, make_tokenizer(), job.seed)
+    numbers = itertools.count()
+    for number, keys in trace._batches(writer(model), prompts, job, numbers, {}, lambda n: None):
+        if keys:
+            yield read_shard(folder / shard_name(number))
+
+
+def test_prompts_give_their_domain_or_their_files_name(
+    save: Callable[..., Path], tiny: Any, tmp_path: Path
+) -> None:
+    target = save(tiny)
+    mine, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
+    mine.write_text('{"text": "how many?", "domain": "sums"}\n{"text": "she has"}\n')
+    other.write_text('{"text": "write a list"}\n')
+    data = {"source": "prompts", "path": [str(mine), str(other)]}
+    (rows,) = batches_of(tiny, target, tmp_path, **data)
+    assert [row.domain for row in rows] == ["sums", "mine", "other"]
+
+
+def test_corpus_texts_give_their_files_name(
+    save: Callable[..., Path], tiny: Any, tmp_path: Path
+) -> None:
+    import gzip
+
+    target = save(tiny)
+    (tmp_path / "code").mkdir()
+    plain, packed = tmp_path / "books.jsonl", tmp_path / "code" / "code.jsonl.gz"
+    plain.write_text('{"text": "how many apples are left"}\n' * 6)
+    packed.write_bytes(gzip.compress(b'{"text": "write a short list of words"}\n' * 6))
+    data = {"source": "corpus", "path": [str(plain), str(packed)], "prompt_tokens": 5}
+    rows = [row for batch in batches_of(tiny, target, tmp_path, **data) for row in batch]
+    beginnings = {make_tokenizer().decode(r.tokens[:5].tolist())[:5]: r.domain for r in rows}
+    assert beginnings == {"how m": "books", "write": "code"}
+    assert len(rows) == 12

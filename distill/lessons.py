@@ -1,0 +1,57 @@
+"""What each training step learns from: its batches, and what the target says of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftsmith.distill.batches import Batch, BatchStream
+from draftsmith.distill.engine import Ranks
+from draftsmith.distill.rounds import OwnRounds
+from draftsmith.distill.teacher import Lesson, Teacher
+from draftsmith.recipes.schema import DistillSettings
+
+# Tells the draws of on-policy steps from others of the same seed.
+_OWN = 7
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """The micro-batches of any step; they depend on the seed, the step and the drafter alone.
+
+    Attributes:
+        stream: batches of traces.
+        rounds: of the drafter.
+        settings: the recipe's `distill`.
+        seed: of which steps are on-policy.
+        device: of the drafter.
+        teacher: the target; none: the traces say what it would.
+    """
+
+    stream: BatchStream
+    rounds: OwnRounds
+    settings: DistillSettings
+    seed: int
+    device: torch.device
+    teacher: Teacher | None = None
+
+    def of_step(self, step: int, ranks: Ranks) -> list[tuple[Batch, Lesson]]:
+        """The micro-batches of a step that are this process's."""
+        first, parts = step * self.settings.accumulate, self.settings.accumulate
+        numbers = ranks.share(range(first, first + parts))
+        own = self.is_on_policy(step)
+        return [self._lesson(self.stream[number].to(self.device), own) for number in numbers]
+
+    def is_on_policy(self, step: int) -> bool:
+        """Whether a step learns from the drafter's own rounds; the same in every process."""
+        share, warmup = self.settings.on_policy, self.settings.on_policy_warmup
+        if step < warmup:
+            share *= step / warmup
+        return bool(np.random.default_rng((self.seed, step, _OWN)).random() < share)
+
+    def _lesson(self, batch: Batch, own: bool) -> tuple[Batch, Lesson]:
+        if own:
+            batch = self.rounds.extend(batch)
+        elif self.rounds.decay < 1.0:
+            batch = self.rounds.weigh(batch)
+        return batch, Lesson(batch.traces) if self.teacher is None else self.teacher(batch)

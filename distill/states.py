@@ -1,0 +1,64 @@
+"""Hidden states at the positions from which answers are predicted."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.distill.batches import Batch
+
+
+def hidden_at_answers(model: Any, batch: Batch) -> Tensor:
+    """Final hidden states from which the answer tokens are predicted, [A, H]."""
+    return states_at_answers(model.base_model, batch)[0]
+
+
+def states_at_answers(
+    body: nn.Module, batch: Batch, layers: tuple[int, ...] = ()
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Final hidden states at the answer positions, [A, H], and what some layers read there.
+
+    Args:
+        body: a causal model without its head.
+        batch: padded rows.
+        layers: whose inputs are wanted.
+    """
+    output = body(
+        input_ids=batch.ids,
+        attention_mask=_fitting(batch.mask, body),
+        position_ids=batch.position_ids,
+        use_cache=False,
+        output_hidden_states=bool(layers),
+    )
+
+    def at_answers(states_BTH: Tensor) -> Tensor:
+        return states_BTH.flatten(0, 1)[batch.positions]
+
+    reads = tuple(at_answers(output.hidden_states[layer]) for layer in layers)
+    return at_answers(output.last_hidden_state), reads
+
+
+def _fitting(mask: Tensor, body: nn.Module) -> Tensor:
+    """A mask that is added to scores has their dtype."""
+    if mask.dim() == 2:
+        return mask
+    device = mask.device.type
+    if torch.is_autocast_enabled(device):
+        return mask.to(torch.get_autocast_dtype(device))
+    return mask.to(next(body.parameters()).dtype)
+
+
+def distance_of_reads(own: tuple[Tensor, ...], target: tuple[Tensor, ...]) -> Tensor:
+    """‖s − t‖² / ‖t‖² at each position, its mean over layers: [A].
+
+    Over the norm, since residual streams grow with depth.
+
+    Args:
+        own: what the drafter's layers read, [A, H] each.
+        target: what they should read.
+    """
+    ratios = [
+        (s.float() - t.float()).square().sum(-1) / t.float().square().sum(-1).clamp_min(1e-6)
+        for s, t in zip(own, target, strict=True)
+    ]
+    return torch.stack(ratios).mean(0)

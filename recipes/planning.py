@@ -1,0 +1,767 @@
+"""`draftsmith plan`: will the distill stage fit, is there text enough, and how long does it take?
+
+Everything but the time comes from configs, tokenizer and recipe alone: no weights are read.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.checkpoints import provenance
+from draftsmith.checkpoints.devices import default_device
+from draftsmith.checkpoints.formats import ModelRef, local_path, resolve
+from draftsmith.checkpoints.layout import meta_model, with_counts
+from draftsmith.checkpoints.loading import describe, load_config
+from draftsmith.checkpoints.shape import Shape
+from draftsmith.data.traces import TraceRow, TraceStore, id_dtype
+from draftsmith.distill.estimate import (
+    Counts,
+    Memory,
+    Teacher,
+    Work,
+    counts_of,
+    peak,
+    teacher_of,
+)
+from draftsmith.errors import RequestError
+from draftsmith.recipes.run import Run, check, stage_keys
+from draftsmith.recipes.schema import DistillSettings
+
+SCHEMA = 1
+# Beyond so many epochs repeated text teaches hardly more (Muennighoff et al. 2023: up to four are
+# nearly as good as new text, at sixteen most of the gain is gone).
+MOST_EPOCHS = 8
+# Seconds that the measurement of time may take, and steps that it makes at most.
+SECONDS, STEPS = 16.0, 8
+# Share of the free memory that allocators may keep: benchmarks/plan_memory.py measures up to 15 %
+# more than tensors take.
+RESERVE = 0.15
+# What a smaller run could be, if the recipe's own does not fit.
+LORA_RANK = 16
+
+
+# What a hub model has beside its weights.
+_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+class PlannedRun(Run):
+    """A run whose models may lack their weights: config and tokenizer are enough to plan."""
+
+    @cached_property
+    def target(self) -> ModelRef:
+        """The target, found but not loaded."""
+        return find_config(self.recipe.target, self.allow_pickle)
+
+    @cached_property
+    def source(self) -> ModelRef:
+        """The model to prune."""
+        if self.recipe.source is None:
+            return self.target
+        return find_config(self.recipe.source, self.allow_pickle)
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text to learn from.
+
+    Attributes:
+        measured: whether it comes from traces that are there; else from the recipe alone.
+        rows: texts to train on.
+        longest: tokens of the longest, prompt included, none beyond max_length.
+        mean_answer: mean answer tokens of a row.
+        answer_tokens: of all rows.
+        asked_rows: rows that the recipe's steps take, all micro-batches together.
+        memory: bytes of the traces in the host's memory, in each process.
+    """
+
+    measured: bool
+    rows: int
+    longest: int
+    mean_answer: float
+    answer_tokens: int
+    asked_rows: int
+    memory: int
+
+    @property
+    def asked_tokens(self) -> int:
+        """Answer tokens that the recipe's steps take."""
+        return round(self.asked_rows * self.mean_answer)
+
+    @property
+    def epochs(self) -> float:
+        """How often each row is seen."""
+        return self.asked_rows / max(1, self.rows)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One way to run the stage, and whether it fits.
+
+    Attributes:
+        name: what a person calls it.
+        zero: ZeRO stage; 0: plain torch.
+        processes: that share a step.
+        chosen: whether it is what the recipe says for so many processes.
+        memory: of one process on its device, at the worst moment.
+        traces: bytes of the host's memory for traces, in one process.
+        available: bytes that one process may take on its device.
+    """
+
+    name: str
+    zero: int
+    processes: int
+    chosen: bool
+    memory: Memory
+    traces: int
+    available: int
+    on_host: bool
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device; on a CPU the traces lie there too."""
+        return self.memory.total + (self.traces if self.on_host else 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is there."""
+        return self.total <= self.available
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits, but leaves less than allocators may keep of what was freed."""
+        return self.fits and self.total > (1 - RESERVE) * self.available
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of the distill stage, from measured steps.
+
+    Attributes:
+        steps: how many were measured.
+        rows: of the micro-batches that were measured.
+        step_low: seconds of the quickest step of the recipe's size.
+        step_median: of the median.
+        step_high: of the slowest.
+        total_low: seconds of all of the recipe's steps, if each were so quick.
+        total_median: if each were the median.
+        total_high: if each were so slow.
+    """
+
+    steps: int
+    rows: int
+    step_low: float
+    step_median: float
+    step_high: float
+    total_low: float
+    total_median: float
+    total_high: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one process has.
+
+    Attributes:
+        kind: `cpu` or `cuda`.
+        name: as its maker calls it.
+        memory: bytes of one device, or of the host.
+        available: of which nobody uses so many now.
+        host_available: of the host's memory.
+        own: bytes of the host's memory that this process uses, mostly libraries.
+    """
+
+    kind: str
+    name: str
+    memory: int
+    available: int
+    host_available: int
+    own: int
+
+    def share(self, processes: int) -> int:
+        """Bytes that each of so many processes may add: all share a CPU's memory.
+
+        A further process needs the libraries that this one has loaded.
+        """
+        if self.kind != "cpu":
+            return self.available
+        return (self.available + self.own) // processes - self.own
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that `draftsmith plan` says.
+
+    Attributes:
+        recipe: the target, as the recipe names it.
+        counts: of the drafter.
+        dtype: of matrix products.
+        device: what there is.
+        text: what is learned from.
+        fits: ways to run the stage.
+        changes: what would fit, where the recipe's own way does not.
+        time: none with `--check`, or where it was not measured.
+        warnings: in words.
+    """
+
+    recipe: str
+    counts: Counts
+    settings: DistillSettings
+    dtype: str
+    device: Device
+    text: Text
+    fits: tuple[Fit, ...]
+    changes: tuple[Fit, ...] = ()
+    time: Time | None = None
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def chosen(self) -> Fit:
+        """The recipe's own way."""
+        return next(fit for fit in self.fits if fit.chosen)
+
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON: bytes, seconds and counts."""
+        counts, text = self.counts, self.text
+        return {
+            "schema": SCHEMA,
+            "target": self.recipe,
+            "dtype": self.dtype,
+            "drafter": {
+                "shape": asdict(counts.shape),
+                "parameters": counts.parameters,
+                "learning": counts.learning,
+                "adapters": counts.adapters,
+                "tied_head": counts.tied,
+            },
+            "device": asdict(self.device),
+            "batch": {"rows": self.settings.batch, "tokens_of_a_row": text.longest},
+            "text": {
+                **asdict(text),
+                "asked_tokens": text.asked_tokens,
+                "epochs": text.epochs,
+            },
+            "memory": [_plain_fit(fit) for fit in self.fits],
+            "changes": [_plain_fit(fit) for fit in self.changes],
+            "time": None if self.time is None else asdict(self.time),
+            "warnings": list(self.warnings),
+        }
+
+
+def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
+    """Say what the distill stage needs.
+
+    Args:
+        run: of the recipe, a `PlannedRun` if weights may be missing.
+        processes: that would share it, each with a device; none: one for each GPU that is here, if
+            they can share a step.
+        measure: make a few steps to learn the time.
+
+    Raises:
+        RequestError: as `check`; or the micro-batches of a step can't be shared by the processes,
+            or no projection can have an adapter.
+    """
+    settings = run.recipe.distill
+    processes = _gpus(settings) if processes is None else processes
+    if settings.accumulate % processes:
+        raise RequestError(
+            f"recipe.distill.accumulate: {settings.accumulate} micro-batches a step can't be "
+            f"shared by {processes} processes; make it a multiple of {processes}"
+        )
+    shape, device = check(run), device_now()
+    config, family = drafter_config(run, shape)
+    rows = trace_rows(run)
+    text = text_of(run, rows, shape.vocab)
+    case = _Case(run, config, family, text, device)
+    ways = [(0, 1)] if processes == 1 else [(0, 1), *((z, processes) for z in (1, 2, 3))]
+    own = (0, 1) if processes == 1 else (settings.zero, processes)
+    fits = tuple(case.fit(settings, *way, chosen=way == own) for way in ways)
+    planned = Plan(
+        run.recipe.target,
+        counts_of(config, family, settings),
+        settings,
+        str(run.dtype).removeprefix("torch."),
+        device,
+        text,
+        fits,
+    )
+    if not planned.chosen.fits or planned.chosen.tight:
+        planned = replace(planned, changes=_that_fit(case.changes(*own)))
+    taken = None
+    if measure and planned.chosen.fits and settings.teacher == "traces":
+        some = rows or synthetic_rows(settings, text, shape.vocab, run.recipe.trace.top_n)
+        taken = measure_time(run, config, family, some, processes)
+    return replace(planned, time=taken, warnings=tuple(_warnings(planned, measure)))
+
+
+def _that_fit(ways: Iterable[Fit]) -> tuple[Fit, ...]:
+    return tuple(fit for fit in ways if fit.fits and not fit.tight)
+
+
+def find_config(spec: str, allow_pickle: bool = False) -> ModelRef:
+    """Find a model as `resolve` does, but be content with its config and tokenizer.
+
+    Raises:
+        RequestError: they are not there; or there are weights, and these are damaged.
+    """
+    if spec.startswith("package:") or spec.endswith(".gguf"):
+        return resolve(spec, allow_pickle)
+    folder = local_path(spec)
+    if not folder.exists() and spec.count("/") == 1:
+        folder = _hub_config(spec, folder)
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    if weights or not (folder / "config.json").is_file():
+        return replace(resolve(str(folder), allow_pickle), spec=spec)
+    return ModelRef(spec, folder)
+
+
+def _hub_config(spec: str, missing: Path) -> Path:
+    """The folder of a hub model's small files, from the cache if it has them."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(spec, "config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
+        return Path(snapshot_download(spec, allow_patterns=_SMALL_FILES))
+    except HFValidationError:
+        # No name of the hub: `resolve` says what a model may be.
+        return missing
+    except Exception as error:  # network, authentication and absence each have their own class
+        reason = next(iter(str(error).strip().splitlines()), repr(error))
+        raise RequestError(
+            f"{spec}: no such folder, and the hub did not give its config ({reason}); check the "
+            "name, the network and `hf auth login`, or give a local folder"
+        ) from None
+
+
+def device_now() -> Device:
+    """The device that training would use, and the memory that is there now."""
+    import psutil  # type: ignore[import-untyped]
+    import torch
+
+    host, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    kind = default_device()
+    if kind == "cuda":
+        free, whole = torch.cuda.mem_get_info()
+        return Device(kind, torch.cuda.get_device_name(), whole, free, host.available, own)
+    return Device(kind, "CPU", host.total, host.available, host.available, own)
+
+
+def drafter_config(run: Run, shape: Shape) -> tuple[Any, Any]:
+    """The config that pruning will write, and the family's table."""
+    config = load_config(run.source)
+    family, _ = describe(config, run.source)
+    counts: dict[str, int | None] = {
+        str(axis): getattr(shape, axis) for axis in family.axes if axis != "vocab"
+    }
+    return with_counts(config, family, counts), family
+
+
+def trace_rows(run: Run) -> list[TraceRow]:
+    """Rows to train on, if the run has traces made with these settings; else none."""
+    folder = run.folder("traces")
+    if (made := provenance.read_key(folder)) is None or made != stage_keys(run)["traces"]:
+        return []
+    return TraceStore(folder).rows("train")
+
+
+def text_of(run: Run, rows: Sequence[TraceRow], vocab: int) -> Text:
+    """What there is to learn from, from the traces or, before there are any, from the recipe.
+
+    Before, every answer is taken to be `max_new_tokens` long: rows are fewer than they may turn
+    out, and epochs more.
+    """
+    settings, trace = run.recipe.distill, run.recipe.trace
+    asked = settings.steps * settings.accumulate * settings.batch
+    if rows:
+        lengths = [min(len(row.tokens), settings.max_length) for row in rows]
+        used = [n - row.prompt_length for n, row in zip(lengths, rows, strict=True)]
+        answers = sum(max(0, n) for n in used)
+        folder = run.folder("traces")
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        useful = sum(n > 0 for n in used)
+        return Text(
+            True, useful, max(lengths), answers / max(1, useful), answers, asked, _TWICE * size
+        )
+    prompt = run.recipe.data.prompt_tokens
+    longest = min(settings.max_length, prompt + trace.max_new_tokens)
+    mean = max(1, longest - prompt)
+    kept = round(trace.tokens * (1 - trace.validation_share))
+    count = max(1, kept // trace.max_new_tokens)
+    each = trace.top_n * (np.dtype(id_dtype(vocab)).itemsize + 2) + 8
+    size = trace.tokens * each + 4 * prompt * (trace.tokens // trace.max_new_tokens)
+    return Text(False, count, longest, float(mean), count * mean, asked, _TWICE * size)
+
+
+# Training and validation rows are views of shards that each split reads for itself.
+_TWICE = 2
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A drafter and its text, under any settings."""
+
+    run: Run
+    config: Any
+    family: Any
+    text: Text
+    device: Device
+
+    def fit(
+        self,
+        settings: DistillSettings,
+        zero: int,
+        processes: int,
+        *,
+        chosen: bool = False,
+        name: str | None = None,
+    ) -> Fit:
+        """Estimate one way."""
+        work = self.work(settings, processes)
+        memory = peak(counts_of(self.config, self.family, settings), work, zero, processes)
+        return Fit(
+            name or _way(zero, processes),
+            zero,
+            processes,
+            chosen,
+            memory,
+            self.text.memory,
+            self.device.share(processes),
+            self.device.kind == "cpu",
+        )
+
+    def work(self, settings: DistillSettings, processes: int) -> Work:
+        """What a process does: every row of a batch as long as the longest."""
+        # All but one token of each row may be answers.
+        length, answers = self.text.longest, self.text.longest - 1
+        if settings.on_policy:
+            # Where every round is wrong at once, as before training, what it would have gone on
+            # to propose stands in the row too, for each answer.
+            length += answers * (settings.lookahead - 1)
+            answers *= settings.lookahead
+        work = Work(
+            rows=settings.batch,
+            length=length,
+            answers=settings.batch * answers,
+            micro_batches=settings.accumulate // processes,
+            top_n=self.run.recipe.trace.top_n,
+            width=self.run.dtype.itemsize,
+            checkpoint=settings.checkpoint_activations,
+            columns=settings.vocab_limit,
+            device=self.device.kind,
+        )
+        return replace(work, teacher=self._teacher(settings, work, processes))
+
+    def changes(self, zero: int, processes: int) -> Iterator[Fit]:
+        """Smaller ways, each by one change, and the last by all settings of these together."""
+        settings = self.run.recipe.distill
+        small = settings
+        for name, change in self._candidates(settings):
+            small = replace(small, **change)
+            yield self.fit(replace(settings, **change), zero, processes, name=name)
+        if processes > 1 and zero != 3:
+            yield self.fit(settings, 3, processes, name="distill.zero: 3")
+        yield self.fit(small, zero, processes, name="all of these settings together")
+
+    def _candidates(self, settings: DistillSettings) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        if not settings.checkpoint_activations:
+            yield "distill.checkpoint_activations: true", {"checkpoint_activations": True}
+        batch = settings.batch
+        if batch > 1:
+            times = batch * settings.accumulate
+            name = f"distill.batch: 1, accumulate: {times} (the same step)"
+            yield name, {"batch": 1, "accumulate": times}
+        if not settings.lora_rank:
+            yield f"distill.lora_rank: {LORA_RANK}", {"lora_rank": LORA_RANK}
+
+    def _teacher(self, settings: DistillSettings, work: Work, processes: int) -> Teacher:
+        if settings.teacher == "traces":
+            return Teacher()
+        config = load_config(self.run.target)
+        family, shape = describe(config, self.run.target)
+        drafter = counts_of(self.config, self.family, settings).shape
+        reads = (drafter.layers - 1) * shape.hidden if settings.hidden_matching else 0
+        parts = processes if settings.shard_teacher else 1
+        return teacher_of(config, family, work, parts, reads)
+
+
+def measure_time(
+    run: Run, config: Any, family: Any, rows: Sequence[TraceRow], processes: int
+) -> Time:
+    """Make a few optimizer steps of the drafter's shape with random weights.
+
+    One row is tried first; the micro-batch is as large as the recipe's, or the largest for which
+    enough steps can be made in time, and then counted up in proportion.
+
+    Args:
+        run: of the recipe.
+        config: the drafter's.
+        family: its table.
+        rows: to learn from.
+        processes: that would share a step. What they tell one another is not measured.
+    """
+    from draftsmith.distill.batches import BatchStream
+
+    settings = run.recipe.distill
+    forward, update = _trainer(run, config, family, rows)
+    first = partial(forward, BatchStream(rows, 1, settings.max_length, run.recipe.seed)[0])
+    _seconds(first, update)
+    began = time.monotonic()
+    alone, _ = _seconds(first, update)
+    most = max(1, int(SECONDS / ((STEPS // 2) * max(alone, 1e-9))))
+    stream = BatchStream(rows, min(settings.batch, most), settings.max_length, run.recipe.seed)
+    scale = settings.batch / stream.batch * settings.accumulate / processes
+    steps: list[float] = []
+    while len(steps) < STEPS and (len(steps) < 2 or time.monotonic() - began < SECONDS):
+        batch = stream[len(steps)]
+        work, rest = _seconds(partial(forward, batch), update)
+        steps.append(work * scale + rest)
+    low, middle, high = min(steps), statistics.median(steps), max(steps)
+    total = settings.steps
+    return Time(
+        len(steps), stream.batch, low, middle, high, low * total, middle * total, high * total
+    )
+
+
+def _trainer(run: Run, config: Any, family: Any, rows: Sequence[TraceRow]) -> Any:
+    """(one micro-batch forward and back, the optimizer's step) of a random drafter."""
+    import torch
+
+    from draftsmith.distill.engine import TorchEngine
+    from draftsmith.distill.teacher import Lesson
+    from draftsmith.distill.train import Student, loss_head, trainable_parameters
+
+    settings = run.recipe.distill
+    if run.recipe.threads:
+        torch.set_num_threads(run.recipe.threads)
+    model = meta_model(config, family, default_device()).float().train()
+    learning = trainable_parameters(model, family, settings, run.recipe.seed)
+    student = Student(model, loss_head(model, rows, settings), run.dtype)
+    optimizer = torch.optim.AdamW(learning.values(), lr=1e-5, fused=True)
+    engine = TorchEngine(learning, optimizer, Path(), clip=settings.clip, module=student)
+
+    def forward(batch: Any) -> None:
+        batch = batch.to(model.device)
+        value = engine(batch, Lesson(batch.traces)) / max(1, batch.tokens)
+        engine.backward(value)
+        # Reading it waits for a device that works by itself.
+        float(value.detach())
+
+    return forward, engine.step
+
+
+def _seconds(work: Any, update: Any) -> tuple[float, float]:
+    """Seconds of a micro-batch, and of the optimizer's step after it."""
+    start = time.perf_counter()
+    work()
+    middle = time.perf_counter()
+    update()
+    return middle - start, time.perf_counter() - middle
+
+
+def synthetic_rows(settings: DistillSettings, text: Text, vocab: int, top_n: int) -> list[TraceRow]:
+    """Random rows of the expected length, enough for every measured step."""
+    rng = np.random.default_rng(0)
+    answers = min(text.longest - 1, max(1, round(text.mean_answer)))
+
+    def row() -> TraceRow:
+        return TraceRow(
+            tokens=rng.integers(vocab, size=text.longest).astype(np.int32),
+            prompt_length=text.longest - answers,
+            sampled=True,
+            logprobs=np.zeros(answers, np.float32),
+            top_ids=rng.integers(vocab, size=(answers, top_n)).astype(id_dtype(vocab)),
+            top_logprobs=np.full((answers, top_n), -5.0, np.float16),
+        )
+
+    return [row() for _ in range(settings.batch * 2)]
+
+
+def _gpus(settings: DistillSettings) -> int:
+    """As many as are here, if they can share the micro-batches of a step."""
+    import torch
+
+    found = torch.cuda.device_count()
+    return found if found and settings.accumulate % found == 0 else 1
+
+
+def _way(zero: int, processes: int) -> str:
+    return f"ZeRO {zero}, {processes} processes" if zero else "one process"
+
+
+def _warnings(planned: Plan, measure: bool) -> Iterator[str]:
+    text, own, device = planned.text, planned.chosen, planned.device
+    if text.epochs > MOST_EPOCHS:
+        yield (
+            f"every row is seen {text.epochs:.1f} times; beyond {MOST_EPOCHS} epochs repeated text "
+            "teaches little: raise trace.tokens or lower distill.steps"
+        )
+    if device.kind != "cpu" and own.traces * own.processes > device.host_available:
+        yield (
+            f"the traces take {_gb(own.traces)} of the host's memory in each of {own.processes} "
+            f"processes, and {_gb(device.host_available)} are free; lower trace.tokens or "
+            "trace.top_n"
+        )
+    if own.tight:
+        yield (
+            f"less than {RESERVE:.0%} of the free memory is left, and allocators may keep as much "
+            "of what was freed"
+        )
+    if not own.fits and not planned.changes:
+        yield "nothing here makes it fit; take a smaller prune.shape or a larger device"
+    if measure and not own.fits:
+        yield "time was not measured, since it does not fit"
+    elif measure and planned.settings.teacher == "live":
+        yield "time was not measured: a live target's forward pass would have to be loaded"
+
+
+def _plain_fit(fit: Fit) -> dict[str, Any]:
+    memory = asdict(fit.memory)
+    moment = memory.pop("moment")
+    return {
+        "name": fit.name,
+        "zero": fit.zero,
+        "processes": fit.processes,
+        "chosen": fit.chosen,
+        "moment": moment,
+        **{f"{name}_bytes": count for name, count in memory.items()},
+        "traces_bytes": fit.traces,
+        "total_bytes": fit.total,
+        "available_bytes": fit.available,
+        "fits": fit.fits,
+        "tight": fit.tight,
+    }
+
+
+def render(planned: Plan) -> Any:
+    """The plan as tables of at most 100 columns."""
+    from rich.console import Group
+    from rich.text import Text as Line
+
+    warnings = [Line(f"warning: {text}", "yellow") for text in planned.warnings]
+    return Group(
+        *_facts(planned),
+        _memory_table(planned),
+        *_verdict(planned),
+        *_time_lines(planned),
+        *warnings,
+    )
+
+
+def _facts(planned: Plan) -> Iterator[Any]:
+    from rich.table import Table
+
+    counts, text, device = planned.counts, planned.text, planned.device
+    table = Table(box=None, pad_edge=False, show_header=False, title=f"plan for {planned.recipe}")
+    table.title_justify = "left"
+    table.add_row("drafter", str(counts.shape))
+    adapters = f" ({counts.adapters:,} of adapters)" if counts.adapters else ""
+    table.add_row("parameters", f"{counts.parameters:,}; {counts.learning:,} learn{adapters}")
+    settings = planned.settings
+    table.add_row(
+        "step",
+        f"{settings.accumulate} x {settings.batch} rows of up to {text.longest} tokens, products "
+        f"in {planned.dtype}",
+    )
+    source = "in the traces" if text.measured else "from the recipe, with the longest answers"
+    table.add_row(
+        "text",
+        f"{text.answer_tokens:,} answer tokens {source}; {settings.steps:,} steps ask for "
+        f"{text.asked_tokens:,}: {text.epochs:.1f} epochs",
+    )
+    table.add_row("device", f"{device.name}, {_gb(device.available)} free of {_gb(device.memory)}")
+    yield table
+
+
+_PARTS = ("weights", "gradients", "optimizer", "activations", "head", "teacher")
+
+
+_SHORT = {
+    "gradients": "gradi-\nents",
+    "optimizer": "opti-\nmizer",
+    "activations": "activa-\ntions",
+}
+
+
+def _memory_table(planned: Plan) -> Any:
+    from rich.table import Table
+
+    host = planned.fits[0].on_host
+    title = "memory of one process at its peak, in GB"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in (*_PARTS, "traces"):
+        table.add_column(_SHORT.get(name, name), justify="right")
+    table.add_column("total", justify="right")
+    table.add_column("free", justify="right")
+    table.add_column("fits")
+    for fit in planned.fits:
+        cells = [_short_gb(getattr(fit.memory, name)) for name in _PARTS]
+        traces = _short_gb(fit.traces) if host else "(host)"
+        ends = (_short_gb(fit.total), _short_gb(fit.available), _fits(fit))
+        mark = "→ " if fit.chosen and len(planned.fits) > 1 else ""
+        table.add_row(mark + fit.name, *cells, traces, *ends, style="bold" if fit.chosen else "")
+    return table
+
+
+def _verdict(planned: Plan) -> Iterator[Any]:
+    from rich.text import Text as Line
+
+    own = planned.chosen
+    words = {"yes": "fits", "tight": "hardly fits", "no": "does not fit"}[_fits(own)]
+    yield Line(
+        f"{own.name}: {words}; {_gb(own.total)} of {_gb(max(0, own.available))}, the most "
+        f"{_MOMENTS[own.memory.moment]}",
+        "bold",
+    )
+    for change in planned.changes:
+        yield Line(f"would fit with {change.name}: {_gb(change.total)}")
+
+
+def _fits(fit: Fit) -> str:
+    return "tight" if fit.tight else "yes" if fit.fits else "no"
+
+
+_MOMENTS = {
+    "teacher": "while the target reads",
+    "loss": "while the head loss is computed",
+    "backward": "as the backward pass begins",
+    "gradients": "when all gradients are there",
+    "replay": "while held-out rows are replayed",
+}
+
+
+def _time_lines(planned: Plan) -> Iterator[Any]:
+    from rich.text import Text as Line
+
+    took = planned.time
+    if took is None:
+        return
+    scaled = "" if took.rows == planned.settings.batch else f", {took.rows} rows counted up"
+    yield Line(
+        f"time: {_span(took.total_low)} to {_span(took.total_high)}, median "
+        f"{_span(took.total_median)} (a step {took.step_low:.2f} to {took.step_high:.2f} s in "
+        f"{took.steps} steps{scaled}; replays, saves and exchange between processes not counted)"
+    )
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _short_gb(count: int) -> str:
+    return f"{count / 1e9:,.2f}" if count else "-"
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB"
