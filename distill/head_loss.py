@@ -138,7 +138,7 @@ class HeadLoss:
         counts = np.zeros(both, np.int64)
         for row in rows:
             # The target's vocabulary may be padded further than the drafter's.
-            np.add.at(counts, row.top_ids[row.top_ids < both].astype(np.int64), 1)
+            counts += np.bincount(row.top_ids[row.top_ids < both], minlength=both)
         columns = np.sort(np.argsort(-counts, kind="stable")[:most])
         return cls(loss, torch.from_numpy(columns.copy()))
 

@@ -18,7 +18,7 @@ from draftsmith.distill.losses import TargetLogits, forward_kl
 from draftsmith.distill.rounds import OwnRounds
 from draftsmith.distill.states import states_at_answers
 from draftsmith.distill.teacher import Lesson, Teacher
-from draftsmith.distill.train import LOGS, Costs, Student, loss_head, distill
+from draftsmith.distill.train import LOGS, Costs, Student, distill, loss_head
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import DistillSettings
 from tests.conftest import CAUSAL, make_model
