@@ -78,14 +78,15 @@ class MaskedLoss:
     labels: bool = False
 
     def __call__(self, masks: Masks, batch: Batch) -> Tensor:
-        """Mean over the batch's answer tokens with `masks` acting on the source."""
+        """Sum over the batch's answer tokens with `masks` acting on the source."""
         with (
             applied(self.model, self.family, self.source, masks),
             autocast(self.model, self.dtype),
         ):
             hidden_AH = hidden_at_answers(self.model, batch)
             signal = Traces.of_labels(batch.labels) if self.labels else batch.traces
-            return mean_over_step(self.head(hidden_AH, signal), batch.tokens)
+            loss: Tensor = self.head(hidden_AH, signal)
+            return loss
 
 
 def masked_loss(
@@ -168,7 +169,10 @@ def _train(
     seed: int,
     state: Path,
 ) -> list[dict[str, float]]:
-    """The training loop; returns loss and expected counts of every step."""
+    """The training loop; returns loss and expected counts of every step.
+
+    Masks and multipliers are whole and equal in every process; rows are shared out.
+    """
     parameters = dict(masks.named_parameters())
     # Little momentum: it carries the masks past the constraint.
     optimizer = torch.optim.Adam(parameters.values(), lr=settings.mask_lr, betas=(0.5, 0.95))
@@ -177,14 +181,22 @@ def _train(
     device = loss.model.device
     with Progress("masks", settings.steps, "steps", done=engine.steps_done) as progress:
         while engine.steps_done < settings.steps:
-            step = engine.steps_done
-            z = masks.sample(_generator(seed, step, device))
-            value = loss(z, stream[step].to(device))
-            engine.backward(value + lagrangian.penalty(masks, step))
+            step, ranks = engine.steps_done, engine.ranks
+            first = step * settings.accumulate
+            mine = ranks.share(range(first, first + settings.accumulate))
+            micro = [stream[number].to(device) for number in mine]
+            tokens, mean = ranks.total(sum(batch.tokens for batch in micro)), 0.0
+            for batch in micro:
+                # Drawn anew, and alike: each backward pass needs a graph of its own.
+                z = masks.sample(_generator(seed, step, device))
+                value = mean_over_step(loss(z, batch), tokens)
+                engine.backward(value + lagrangian.penalty(masks, step) / settings.accumulate)
+                mean += float(value.detach())
             engine.step()
             masks.clamp()
             lagrangian.ascend(masks, step, settings.lambda_lr)
-            history.append({"loss": float(value.detach()), **expected_counts(masks, loss.source)})
+            counts = expected_counts(masks, loss.source)
+            history.append({"loss": ranks.total(mean), **counts})
             if engine.steps_done % _SAVE_EVERY == 0 and engine.steps_done < settings.steps:
                 engine.save({"history": history, "multipliers": dict(lagrangian.multipliers)})
             progress.update(1, note=_note(history[-1], drafter))
@@ -207,7 +219,7 @@ def _exchange(
     def loss_of(layers: Layers) -> float:
         hard = hard_masks(masks.select(loss.source, drafter, layers), loss.source)
         z = {axis: value.to(device) for axis, value in hard.items() if axis in masks.axes}
-        return float(loss(z, sample))
+        return float(loss(z, sample)) / sample.tokens
 
     return exchange_layers(selection.layers, loss.source.layers, loss_of, settings.exchange)
 

@@ -216,13 +216,15 @@ def _join_processes(run: Run, stages: Sequence[Stage]) -> None:
     if alone := [s.name for s in stages if not s.many_processes]:
         raise RequestError(
             f"{', '.join(alone)}: done by one process, and {processes} were launched; run "
-            f"`draftsmith {alone[0]}` without the launcher, and launch `draftsmith distill` alone"
+            f"`draftsmith {alone[0]}` without the launcher, and launch `draftsmith prune` or "
+            "`draftsmith distill` alone"
         )
-    if (parts := run.recipe.distill.accumulate) % processes:
-        raise RequestError(
-            f"recipe.distill.accumulate: {parts} micro-batches a step can't be shared by "
-            f"{processes} processes; make it a multiple of {processes}"
-        )
+    for name in (stage.name for stage in stages):
+        if (parts := getattr(run.recipe, name).accumulate) % processes:
+            raise RequestError(
+                f"recipe.{name}.accumulate: {parts} micro-batches a step can't be shared by "
+                f"{processes} processes; make it a multiple of {processes}"
+            )
     from draftsmith.distill.deepspeed_engine import start_processes
 
     start_processes()
@@ -369,6 +371,8 @@ def _prune(run: Run, folder: Path) -> None:
     if result.exchanged is not None:
         say(f"exchange: loss {result.exchanged.before:.2f} → {result.exchanged.after:.2f}")
     say(f"kept layers: {', '.join(map(str, result.selection.layers))}")
+    if not is_main():
+        return
     save_model(compact_model(model, family, result.selection), run.target, folder)
     write_json(
         folder / MASKS,
@@ -476,6 +480,7 @@ STAGES: tuple[Stage, ...] = (
         inputs=lambda run: {run.source.spec: run.source.path},
         needs=("traces",),
         work=_prune,
+        many_processes=True,
     ),
     Stage(
         "distill",

@@ -157,7 +157,11 @@ class PruneSettings:
     warmup: Annotated[
         int, Field(ge=0, description="steps over which the wanted count falls to the shape's")
     ] = 20
-    batch: Annotated[PositiveInt, Field(description="rows a step")] = 4
+    batch: Annotated[PositiveInt, Field(description="rows a micro-batch")] = 4
+    accumulate: Annotated[
+        PositiveInt,
+        Field(description="micro-batches a step, over all processes; a multiple of their number"),
+    ] = 1
     max_length: Annotated[
         PositiveInt, Field(description="tokens of a row, prompt included; longer rows are cut")
     ] = 192

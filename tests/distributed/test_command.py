@@ -62,6 +62,30 @@ def begun(tiny_recipe: Path, tmp_path: Path) -> Path:
     return out
 
 
+def test_two_processes_learn_the_masks_of_one(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Losses, expected counts and the choice; killed after a save as well."""
+    asked = ["-s", "prune.accumulate=2", "-s", "prune.batch=2", "-s", "prune.steps=24"]
+    two, one = tmp_path / "two", tmp_path / "one"
+    assert command("trace", tiny_recipe, "--out", two, cwd=tmp_path).returncode == 0
+    shutil.copytree(two, one)
+    alone = command("prune", tiny_recipe, "--out", one, *asked, cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    words = launched("prune", tiny_recipe, "--out", two, *asked)
+    first = start(words, tmp_path)
+    while first.poll() is None and not list((two / "pruned.partial" / "state").glob("*.json")):
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    second = start(launched("prune", tiny_recipe, "--out", two, *asked), tmp_path)
+    told, _ = second.communicate(timeout=500)
+    assert second.returncode == 0, told
+    ours, theirs = (json.loads((out / "pruned" / "masks.json").read_text()) for out in (two, one))
+    assert ours["selection"] == theirs["selection"]
+    assert len(ours["history"]) == 24
+    for a, b in zip(ours["history"], theirs["history"], strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
 def curve(out: Path) -> list[dict[str, float]]:
     found: list[dict[str, float]] = json.loads((out / "distilled" / "curve.json").read_text())
     return found
@@ -115,7 +139,7 @@ def test_two_processes_distil_as_one(
     ("stage", "settings", "message"),
     [
         ("distill", ["-s", "distill.accumulate=3"], "accumulate: 3 micro-batches a step can't be"),
-        ("run", [], "trace, prune, score, export: done by one process, and 2 were launched"),
+        ("run", [], "trace, score, export: done by one process, and 2 were launched"),
     ],
 )
 def test_what_two_processes_can_not_do_is_told_once(
