@@ -14,7 +14,7 @@ from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.recipes.loading import choices, description
 from draftsmith.recipes.loading import settings as settings_of
-from draftsmith.recipes.schema import ScoreSettings
+from draftsmith.recipes.schema import PruneSettings, ScoreSettings
 
 # On busy cores, threads that spin while they wait make torch ten times slower. Both are read
 # when torch starts, so they are set before anything imports it.
@@ -191,19 +191,50 @@ def _stage_command(name: str, help_text: str) -> None:
         debug: DebugOption = False,
     ) -> None:
         with _session(quiet, debug, resumable=True):
-            work = _open_run(recipe, settings, out, allow_pickle)
-            from draftsmith.data.processes import is_main
-            from draftsmith.recipes.run import STAGES, run_stages
+            _run_stage(name, recipe, settings, out, allow_pickle)
 
-            folder = next(work.out / s.folder for s in STAGES if s.name == name)
-            anything = run_stages(work, (name,))
-            if not is_main():
-                return
-            print(folder if anything else f"Nothing was left to do: {folder} is finished.")
+
+def _run_stage(
+    name: str, recipe: str, settings: list[str] | None, out: Path | None, allow_pickle: bool
+) -> None:
+    work = _open_run(recipe, settings, out, allow_pickle)
+    from draftsmith.data.processes import is_main
+    from draftsmith.recipes.run import STAGES, run_stages
+
+    folder = next(work.out / s.folder for s in STAGES if s.name == name)
+    anything = run_stages(work, (name,))
+    if is_main():
+        print(folder if anything else f"Nothing was left to do: {folder} is finished.")
 
 
 _stage_command("trace", "Let the target write text and keep its top-n log-probabilities.")
-_stage_command("prune", "Learn which layers and widths to keep, and cut out the compact model.")
+
+
+@app.command(
+    epilog="draftsmith prune quickstart  ·  draftsmith prune mine.yaml --method block-influence "
+    "--out runs/baseline"
+)
+def prune(
+    recipe: RecipeArgument,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help=f"{description(PruneSettings, 'method')}; default: the recipe's",
+        ),
+    ] = None,
+    settings: SetOption = None,
+    out: OutOption = None,
+    allow_pickle: AllowPickleOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Learn which layers and widths to keep, and cut out the compact model."""
+    chosen = [] if method is None else [f"prune.method={method}"]
+    with _session(quiet, debug, resumable=True):
+        _run_stage("prune", recipe, [*(settings or ()), *chosen], out, allow_pickle)
+
+
 _stage_command("distill", "Teach the compact model to continue as the target does.")
 
 

@@ -132,6 +132,12 @@ def test_bad_lookaheads(cli: Cli, k: str) -> None:
     assert f"-k {k}: give a number from 1" in message
 
 
+def test_a_method_of_pruning_is_a_recipes(cli: Cli) -> None:
+    message = refused(cli, "prune", "quickstart", "--method", "magic")
+    assert 'recipe.prune.method: "magic": ' in message
+    assert "'block-influence'" in message
+
+
 def test_a_missing_drafter(cli: Cli, save: Any, tiny: Any) -> None:
     target = save(tiny)
     message = refused(cli, "score", "no drafter", "--target", target, "--json", "out.json")
