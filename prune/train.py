@@ -1,12 +1,12 @@
 """Learning which parts of the source to keep, so that the rest still speaks like the target."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.checkpoints.devices import autocast
 from draftsmith.checkpoints.families.base import Family
@@ -26,7 +26,7 @@ from draftsmith.distill.losses import (
     total_variation,
 )
 from draftsmith.distill.states import hidden_at_answers
-from draftsmith.distill.train import mean_over_step
+from draftsmith.distill.train import mean_over_step, recompute_activations
 from draftsmith.errors import DraftsmithError
 from draftsmith.prune.exchange import Exchanged, Layers, exchange_layers
 from draftsmith.prune.lagrangian import Lagrangian
@@ -124,10 +124,10 @@ def learn_masks(
     state: Path,
     dtype: torch.dtype = torch.float32,
 ) -> Pruning:
-    """Train masks with frozen weights against the target's traces.
+    """Train masks against the target's traces, and weights where the recipe says so.
 
     Args:
-        model: the source.
+        model: the source; its weights change only with `weights_lr`.
         family: its table.
         source: its shape.
         drafter: the shape to reach.
@@ -143,12 +143,19 @@ def learn_masks(
     axes = changed_axes(source, drafter)
     if not axes:
         return Pruning(Selection.of_layers(source, range(source.layers)), {}, [])
-    freeze_all_but(model, ())
+    learning = [name for name, _ in model.named_parameters()] if settings.weights_lr else []
+    weights = freeze_all_but(model, learning)
+    recompute_activations(model, settings.checkpoint_activations)
+    # Else activations are not computed again.
+    model.train(bool(learning) or settings.checkpoint_activations)
     loss = masked_loss(model, family, source, rows, settings, dtype)
     masks = LearnableMasks(axes, source, settings.init_log_alpha).to(model.device)
     lagrangian = Lagrangian(axes, source, drafter, settings.warmup, settings.penalty)
     stream = BatchStream(rows, settings.batch, settings.max_length, seed)
-    history = _train(masks, lagrangian, loss, stream, drafter, settings, seed=seed, state=state)
+    engine = _engine(masks, weights, settings, state)
+    history = _train(engine, masks, lagrangian, loss, stream, drafter, settings, seed)
+    recompute_activations(model, False)
+    model.eval()
     expected = expected_counts(masks, source)
     _check_convergence(expected, drafter, snap=settings.snap)
     selection, exchanged = masks.select(source, drafter), None
@@ -158,25 +165,36 @@ def learn_masks(
     return Pruning(selection, expected, history, exchanged)
 
 
+def _engine(
+    masks: LearnableMasks,
+    weights: Mapping[str, nn.Parameter],
+    settings: PruneSettings,
+    state: Path,
+) -> TorchEngine:
+    """One optimizer for masks and weights, at rates of their own."""
+    own = dict(masks.named_parameters())
+    # Little momentum: it carries the masks past the constraint.
+    groups = [{"params": list(own.values()), "lr": settings.mask_lr, "betas": (0.5, 0.95)}]
+    if weights:
+        groups.append({"params": list(weights.values()), "lr": settings.weights_lr})
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    return TorchEngine({**own, **weights}, optimizer, state, clip=settings.clip)
+
+
 def _train(
+    engine: TorchEngine,
     masks: LearnableMasks,
     lagrangian: Lagrangian,
     loss: MaskedLoss,
     stream: BatchStream,
     drafter: Shape,
     settings: PruneSettings,
-    *,
     seed: int,
-    state: Path,
 ) -> list[dict[str, float]]:
     """The training loop; returns loss and expected counts of every step.
 
     Masks and multipliers are whole and equal in every process; rows are shared out.
     """
-    parameters = dict(masks.named_parameters())
-    # Little momentum: it carries the masks past the constraint.
-    optimizer = torch.optim.Adam(parameters.values(), lr=settings.mask_lr, betas=(0.5, 0.95))
-    engine = TorchEngine(parameters, optimizer, state)
     history = _resume(engine, lagrangian)
     device = loss.model.device
     with Progress("masks", settings.steps, "steps", done=engine.steps_done) as progress:

@@ -342,7 +342,9 @@ def _prune(run: Run, folder: Path) -> None:
     )
     from draftsmith.prune.train import Pruning, learn_masks
 
-    model, settings = run.source_model, run.recipe.prune
+    settings = run.recipe.prune
+    # Weights that learn are not those by which the target is scored.
+    model = load_model(run.source) if settings.weights_lr else run.source_model
     family, source = describe(model.config, run.source)
     shape = resolve_shape(source, asdict(settings.shape), family, settings.axes)
     rows, seed = TraceStore(run.folder("traces")).rows("train"), run.recipe.seed

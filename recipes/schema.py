@@ -170,6 +170,21 @@ class PruneSettings:
         Field(description="as distill.vocab_limit, for the loss that the masks see"),
     ] = None
     mask_lr: Annotated[PositiveFloat, Field(description="learning rate of log alpha (Adam)")] = 0.15
+    weights_lr: Annotated[
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="learning rate of the weights beside the masks; 0: they stay as they are",
+        ),
+    ] = 0.0
+    clip: Annotated[PositiveFloat | None, Field(description="largest gradient norm; none: any")] = (
+        None
+    )
+    checkpoint_activations: Annotated[
+        bool,
+        Field(description="compute activations again in the backward pass: less memory, slower"),
+    ] = False
     lambda_lr: Annotated[
         PositiveFloat, Field(description="rate of the gradient ascent on the multipliers")
     ] = 20.0

@@ -148,3 +148,15 @@ def test_masks_minimise_what_the_recipe_says(objective: Any, name: str) -> None:
     signal = Traces.of_labels(batch.labels) if objective == "ce" else batch.traces
     expected, _ = LOSSES[name](signal.against(logits))
     assert float(loss({}, batch).detach()) == pytest.approx(float(expected.detach()))
+
+
+def test_weights_that_learn_are_not_the_targets(
+    tiny_recipe: Path, tmp_path: Path, tiny: Any
+) -> None:
+    """The run scores with the model that it was given."""
+    run = Run(load(str(tiny_recipe), ["prune.weights_lr=1e-2"]), tmp_path / "out")
+    run_stages(run, ("trace", "prune"))
+    assert all(
+        torch.equal(tensor, tiny.state_dict()[name])
+        for name, tensor in run.target_model.state_dict().items()
+    )

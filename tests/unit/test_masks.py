@@ -163,6 +163,47 @@ def test_learning_is_deterministic_and_weights_stay(tmp_path: Path) -> None:
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("changes", [{}, {"checkpoint_activations": True, "accumulate": 2}])
+def test_weights_may_learn_beside_the_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """At a rate of their own; stopped and gone on with, they are the same bit for bit."""
+    monkeypatch.setattr(train, "_SAVE_EVERY", 3)
+    changes = {"weights_lr": 1e-3, "clip": 1.0, "attention_dropout": 0.1} | changes
+    dropout = {"attention_dropout": changes.pop("attention_dropout")}
+    straight, stopped = make_model(**dropout), make_model(**dropout)
+    torch.manual_seed(5)
+    result = learn(straight, tmp_path / "straight", **changes)
+    before = make_model().state_dict()
+    moved = {k: (v - before[k]).abs().max() for k, v in straight.state_dict().items()}
+    assert all(0 < float(m) < 0.02 for m in moved.values()), moved
+    step, calls = train.TorchEngine.step, iter(range(100))
+
+    def deadly(self: train.TorchEngine) -> float:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self)
+
+    torch.manual_seed(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.TorchEngine, "step", deadly)
+        with pytest.raises(KeyboardInterrupt):
+            learn(stopped, tmp_path / "stopped", **changes)
+    torch.manual_seed(6)
+    again = make_model(**dropout)
+    assert learn(again, tmp_path / "stopped", **changes) == result
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def test_a_small_gradient_norm_is_all_that_clipping_leaves(tmp_path: Path) -> None:
+    free, clipped = make_model(), make_model()
+    learn(free, tmp_path / "free", weights_lr=1e-3)
+    learn(clipped, tmp_path / "clipped", weights_lr=1e-3, clip=1e-9)
+    before = make_model().state_dict()["model.norm.weight"]
+    assert (clipped.model.norm.weight - before).norm() < (free.model.norm.weight - before).norm()
+
+
 def test_noise_depends_on_seed_and_step_alone() -> None:
     def draw(seed: int, step: int) -> list[float]:
         return torch.rand(4, generator=train._generator(seed, step, torch.device("cpu"))).tolist()
