@@ -166,7 +166,8 @@ def plan(
         _check_json_folder(json_file)
         from draftsmith.checkpoints.loading import quiet_transformers
         from draftsmith.data.files import storage, write_json
-        from draftsmith.recipes.planning import PlannedRun, render
+        from draftsmith.recipes.plan_table import render
+        from draftsmith.recipes.planning import PlannedRun
         from draftsmith.recipes.planning import plan as make_plan
 
         quiet_transformers()

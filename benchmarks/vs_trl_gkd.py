@@ -17,7 +17,7 @@ clipping, and neither evaluate, save, log nor compute activations again:
 Prints, as medians of neighbouring runs with the smallest and largest,
 - `draftsmith_traces_over_gkd` and the other three pairs: answer tokens per second, ours over
   theirs. The clock is the same for all: whole optimizer steps of the real training loop, from the
-  end of one to the end of the next,
+  end of one to the end of the next; `_cpu` counts the time on a core alone, for a busy machine,
 - the same with `_memory`: the most that training adds to its process, models and optimizer
   included and what was imported not,
 - the same with `_process_memory`: all that the process holds then. Ours carries TRL's imports too,
@@ -27,7 +27,8 @@ Prints, as medians of neighbouring runs with the smallest and largest,
   all tokens but its 64 as one outcome and probabilities in half precision, so `traces` gives a
   lower bound, and its updates differ a little.
 
-Every run is a process of its own. `--quick` takes fewer and shorter rows.
+Every run is a process of its own. `--quick` takes fewer and shorter rows, and repeats less: its
+memory is mostly that of the models, and tells little.
 """
 
 import argparse
@@ -48,7 +49,7 @@ from common import LAYERS, TARGET, ratio, report
 from datasets import Dataset
 from kd_loss import resident
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import describe, load_model, load_tokenizer, quiet_transformers
@@ -65,9 +66,7 @@ OURS, THEIRS = ("traces", "live"), ("gkd", "chunked")
 # Peak learning rate and largest gradient norm; weight decay is 0, since TRL decays no norms.
 LR, CLIP = 1e-4, 1.0
 # The first step makes the optimizer's state and is not timed.
-WARMUP, REPEATS = 1, 5
-# Steps over which the losses of the ways are compared.
-COMPARED = 3
+WARMUP = 1
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,18 @@ class Size:
         prompt: tokens of a prompt.
         answer: tokens of an answer.
         steps: that are timed in a run.
+        repeats: runs of each way.
+        compared: steps over which losses are compared.
+        written: texts that the target writes at once.
     """
 
     batch: int
     prompt: int
     answer: int
     steps: int
+    repeats: int
+    compared: int
+    written: int
 
     @property
     def tokens(self) -> int:
@@ -92,7 +97,10 @@ class Size:
         return self.batch * self.answer
 
 
-FULL, QUICK = Size(4, 40, 200, 4), Size(2, 40, 64, 2)
+FULL = Size(
+    batch=4, prompt=40, answer=200, steps=2, repeats=5, compared=3, written=TraceSettings().batch
+)
+QUICK = Size(batch=2, prompt=40, answer=40, steps=1, repeats=3, compared=1, written=8)
 
 
 @dataclass(frozen=True)
@@ -101,12 +109,14 @@ class Run:
 
     Attributes:
         step: seconds of an optimizer step.
+        cpu: of which this process had a core; less, where others want it too.
         added: bytes that it added to its process at most.
         whole: the most that the process held.
         losses: by step, if they were asked for.
     """
 
     step: float
+    cpu: float
     added: float
     whole: float
     losses: list[float]
@@ -151,7 +161,7 @@ def prepare(folder: Path, size: Size, rows: int) -> float:
     tokenizer.save_pretrained(folder / "target")
     settings = TraceSettings()
     prompts = [list(p.ids[: size.prompt]) for p in read_prompts("quick", tokenizer)]
-    samples = [Sample(prompts[i % len(prompts)], sampled=True) for i in range(settings.batch)]
+    samples = [Sample(prompts[i % len(prompts)], sampled=True) for i in range(size.written)]
     writer, start = Writer(target, tokenizer), time.perf_counter()
     # No id ends a row: rows of one length need no padding, whichever way lays them out.
     writer.write(
@@ -264,6 +274,7 @@ def _train(
             train_dataset=Dataset.from_dict(data),
             processing_class=AutoTokenizer.from_pretrained(task.folder / "target"),
         )
+        learning.remove_callback(PrinterCallback)
         learning.train()
     return [entry["loss"] for entry in learning.state.log_history if "loss" in entry]
 
@@ -277,15 +288,23 @@ WAYS: dict[str, Callable[[Task], list[float]]] = {
 
 
 def observed(way: str, task: Task) -> Run:
-    """Train in this process, from loading the models to the last step."""
+    """Train in this process, from loading the models to the last step.
+
+    One clock for all: it ticks where any optimizer ends a step.
+    """
     torch.set_num_threads(1)
-    before, ends = resident("VmRSS"), []
-    register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    before, ends, cpu = resident("VmRSS"), [], []
+
+    def tick(*_: Any) -> None:
+        ends.append(time.perf_counter())
+        cpu.append(time.process_time())
+
+    register_optimizer_step_post_hook(tick)
     losses = WAYS[way](task)
     assert len(ends) == task.steps
     peak = resident("VmHWM")
-    timed = ends[WARMUP - 1 :]
-    return Run((timed[-1] - timed[0]) / (len(timed) - 1), peak - before, peak, losses)
+    step, busy = ((clock[-1] - clock[WARMUP - 1]) / task.size.steps for clock in (ends, cpu))
+    return Run(step, busy, peak - before, peak, losses)
 
 
 def apart(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -299,9 +318,9 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def compare(runs: dict[str, list[Run]]) -> dict[str, Any]:
     """Ours over theirs."""
-    seconds, added, whole = (
+    seconds, cpu, added, whole = (
         {way: [getattr(run, name) for run in seen] for way, seen in runs.items()}
-        for name in ("step", "added", "whole")
+        for name in ("step", "cpu", "added", "whole")
     )
     figures = {}
     for ours in OURS:
@@ -309,11 +328,13 @@ def compare(runs: dict[str, list[Run]]) -> dict[str, Any]:
             name = f"draftsmith_{ours}_over_{theirs}"
             # Of the same number of tokens.
             figures[name] = ratio(seconds, theirs, ours)
+            figures[f"{name}_cpu"] = ratio(cpu, theirs, ours)
             figures[f"{name}_memory"] = ratio(added, ours, theirs)
             figures[f"{name}_process_memory"] = ratio(whole, ours, theirs)
     return {
         **figures,
         "seconds_per_step": _medians(seconds),
+        "cpu_seconds_per_step": _medians(cpu),
         "added_gb": {way: value / 1e9 for way, value in _medians(added).items()},
         "process_gb": {way: value / 1e9 for way, value in _medians(whole).items()},
     }
@@ -335,14 +356,16 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
     """All figures."""
     steps = WARMUP + size.steps
     written = apart(prepare, folder, size, steps * size.batch)
-    one_batch = Task(size, folder, COMPARED, size.batch, logs=True)
+    one_batch = Task(size, folder, size.compared, size.batch, logs=True)
     agreeing = agreement({way: apart(observed, way, one_batch) for way in WAYS})
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
-    for _ in range(REPEATS):
+    for _ in range(size.repeats):
         for way, seen in runs.items():
-            seen.append(apart(observed, way, Task(size, folder, steps, steps * size.batch)))
+            run = apart(observed, way, Task(size, folder, steps, steps * size.batch))
+            print(f"{way:>8}  {run.step:.2f} s/step ({run.cpu:.2f} CPU), {run.added / 1e9:.2f} GB")
+            seen.append(run)
     figures = compare(runs)
-    rates = {way: size.tokens / took for way, took in figures.pop("seconds_per_step").items()}
+    rates = {way: size.tokens / took for way, took in figures["seconds_per_step"].items()}
     return {
         **figures,
         "tokens_per_second": rates,
