@@ -140,8 +140,8 @@ class Trial:
         engine = TorchEngine(learning, optimizer, Path(), module=student)
 
         def work() -> None:
-            for batch, lesson in lessons.of_step(engine.steps_done, engine.ranks):
-                engine.backward(engine(batch, lesson) / max(1.0, batch.weight))
+            for batch in lessons.of_step(engine.steps_done, engine.ranks):
+                engine.backward(engine(batch, lessons.on(batch)) / batch.weight)
             engine.step()
 
         return work

@@ -26,7 +26,7 @@ class Batch:
     Attributes:
         ids: [B, T].
         mask: [B, T], 1 for tokens. Padding is known by length, never by id: where EOS pads, a
-            real EOS would vanish (case A27). Or [B, 1, T, T], added to the scores of attention.
+            real EOS would vanish (case A27). Or [B, 1, T, T], true where a token sees another.
         positions: [A] places in the flattened [B·T] whose next token is an answer token.
         labels: [A] that token; -1 where a text has none.
         traces: what the target said there.

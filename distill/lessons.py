@@ -35,12 +35,16 @@ class Lessons:
     device: torch.device
     teacher: Teacher | None = None
 
-    def of_step(self, step: int, ranks: Ranks) -> list[tuple[Batch, Lesson]]:
-        """The micro-batches of a step that are this process's."""
+    def of_step(self, step: int, ranks: Ranks) -> list[Batch]:
+        """The micro-batches of a step that are this process's, weighted."""
         first, parts = step * self.settings.accumulate, self.settings.accumulate
         numbers = ranks.share(range(first, first + parts))
         own = self.is_on_policy(step)
-        return [self._lesson(self.stream[number].to(self.device), own) for number in numbers]
+        return [self._batch(self.stream[number].to(self.device), own) for number in numbers]
+
+    def on(self, batch: Batch) -> Lesson:
+        """What the target says of a batch."""
+        return Lesson(batch.traces) if self.teacher is None else self.teacher(batch)
 
     def is_on_policy(self, step: int) -> bool:
         """Whether a step learns from the drafter's own rounds; the same in every process."""
@@ -49,9 +53,7 @@ class Lessons:
             share *= step / warmup
         return bool(np.random.default_rng((self.seed, step, _OWN)).random() < share)
 
-    def _lesson(self, batch: Batch, own: bool) -> tuple[Batch, Lesson]:
+    def _batch(self, batch: Batch, own: bool) -> Batch:
         if own:
-            batch = self.rounds.extend(batch)
-        elif self.rounds.decay < 1.0:
-            batch = self.rounds.weigh(batch)
-        return batch, Lesson(batch.traces) if self.teacher is None else self.teacher(batch)
+            return self.rounds.extend(batch)
+        return self.rounds.weigh(batch) if self.rounds.decay < 1.0 else batch

@@ -9,7 +9,8 @@ class Logs:
 
     Args:
         folder: of the event files.
-        first_step: where this run begins. What an interrupted one wrote past it is not shown.
+        first_step: the first that this run makes; from there on, what an interrupted one wrote is
+            not shown.
         on: whether this process writes.
     """
 

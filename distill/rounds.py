@@ -180,18 +180,11 @@ def _with_columns(batch: Batch, branches: Sequence[Branch], room: int) -> Batch:
     return replace(
         batch,
         ids=ids,
-        mask=_added(sees).to(device),
+        mask=sees[:, None].to(device),
         positions=row_A * all_columns + column_A,
         traces=Traces(batch.ids.new_zeros(0, 1), torch.zeros(0, 1, device=device)),
         position_ids=position_ids.to(device),
     )
-
-
-def _added(sees_BTT: Tensor) -> Tensor:
-    """A mask that is added to scores, [B, 1, T, T]."""
-    # No infinity in any dtype but float16, where it does no harm: every token sees itself.
-    hidden = torch.finfo(torch.bfloat16).min
-    return torch.zeros(sees_BTT.shape).masked_fill(~sees_BTT, hidden)[:, None]
 
 
 def _at(batch: Batch, states: Sequence[tuple[int, int]]) -> Batch:

@@ -39,13 +39,16 @@ def states_at_answers(
 
 
 def _fitting(mask: Tensor, body: nn.Module) -> Tensor:
-    """A mask that is added to scores has their dtype."""
+    """What transformers takes: 1 for tokens, or a mask in the dtype of the scores it is added to.
+
+    Attention of any kind takes the latter.
+    """
     if mask.dim() == 2:
         return mask
-    device = mask.device.type
+    dtype, device = next(body.parameters()).dtype, mask.device.type
     if torch.is_autocast_enabled(device):
-        return mask.to(torch.get_autocast_dtype(device))
-    return mask.to(next(body.parameters()).dtype)
+        dtype = torch.get_autocast_dtype(device)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def distance_of_reads(own: tuple[Tensor, ...], target: tuple[Tensor, ...]) -> Tensor:

@@ -51,7 +51,8 @@ from draftsmith.distill.vllm_writer import VllmWriter, check_vllm
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipes.schema import DataSettings, Recipe, TraceSettings
 
-# A self-written batch may give no usable prompt; so many in a row mean that none will.
+# A self-written batch may give no usable prompt, or none that is new; so many in a row mean that
+# none will.
 _EMPTY_BATCHES = 10
 _POLL_SECONDS = 0.1
 
@@ -413,9 +414,9 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
     done = _finished(folder)
     have = sum(key.answer_tokens for keys in done.values() for key in keys)
     with Progress("traces", job.trace.tokens, "tokens", done=have) as progress:
-        if not _enough(done, job.trace.tokens):
+        if not _enough(done, job):
             engine.run(job, done, progress)
-    numbers, total = _needed(done, job.trace.tokens)
+    numbers, total, _ = _needed(done, job)
     if not total:
         raise DraftsmithError(
             f"{target.spec}: no trace could be written; the target's answers were empty"
@@ -467,24 +468,31 @@ def _finished(folder: Path) -> dict[int, list[RowKey]]:
     return done
 
 
-def _needed(done: dict[int, list[RowKey]], tokens: int) -> tuple[list[int], int]:
-    """The first batches, without a gap, that reach the wanted tokens, and how many they have.
+def _needed(done: dict[int, list[RowKey]], job: Job) -> tuple[list[int], int, bool]:
+    """The first batches, without a gap, that reach the wanted tokens.
 
-    All batches if they don't reach them. Texts that were written before count once.
+    All batches if they don't reach them. Texts that were written before count once. A target that
+    writes its own prompts never runs out of them; it has said all where many batches bring
+    nothing new.
+
+    Returns:
+        Their numbers, the tokens that they have, and whether no more are needed.
     """
     numbers: list[int] = []
     seen: set[RowKey] = set()
-    total = 0
-    while len(numbers) in done and total < tokens:
+    total = idle = 0
+    most_idle = _EMPTY_BATCHES if job.data.source == "self" else None
+    while len(numbers) in done and total < job.trace.tokens and idle != most_idle:
         new = set(done[len(numbers)]) - seen
         numbers.append(len(numbers))
         seen |= new
         total += sum(key.answer_tokens for key in new)
-    return numbers, total
+        idle = 0 if new else idle + 1
+    return numbers, total, total >= job.trace.tokens or idle == most_idle
 
 
-def _enough(done: dict[int, list[RowKey]], tokens: int) -> bool:
-    return _needed(done, tokens)[1] >= tokens
+def _enough(done: dict[int, list[RowKey]], job: Job) -> bool:
+    return _needed(done, job)[2]
 
 
 def _without_duplicates(folder: Path, numbers: Sequence[int]) -> tuple[list[int], int]:
@@ -609,7 +617,7 @@ def _run_vllm(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> No
             writer, prompts, job, itertools.count(), done, progress.update
         ):
             done[number] = keys
-            if _enough(done, job.trace.tokens):
+            if _enough(done, job):
                 return
 
 
@@ -628,7 +636,7 @@ def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) ->
             if problem:
                 raise DraftsmithError(f"{job.target.spec}: a trace worker failed: {problem}")
             done[number] = keys
-            if _enough(done, job.trace.tokens):
+            if _enough(done, job):
                 # What is in hand would be thrown away.
                 return
         team.check()

@@ -90,7 +90,7 @@ def mean_over_step(sums: Tensor, tokens: float) -> Tensor:
     """Divide by the tokens of the whole step; a step without tokens has loss zero (case A24)."""
     if not tokens:
         warnings.warn("a training step had no answer token; its loss counts as zero", stacklevel=2)
-    return sums / max(tokens, 1)
+    return sums / (tokens or 1.0)
 
 
 def distill(
@@ -141,23 +141,24 @@ def distill(
     )
     lessons = Lessons(stream, rounds, settings, seed, model.device, teacher)
     costs = Costs.of(model, settings, target_layers)
-    logs = Logs(state.parent / LOGS, engine.steps_done, on=engine.ranks.is_main)
+    logs = Logs(state.parent / LOGS, engine.steps_done + 1, on=engine.ranks.is_main)
     model.train()
     with Progress("distil", settings.steps, "steps", done=engine.steps_done) as progress:
         while engine.steps_done < settings.steps and not best.is_over(curve):
-            micro = lessons.of_step(engine.steps_done, engine.ranks)
-            weight = engine.ranks.total(sum(batch.weight for batch, _ in micro))
+            micro, lr = lessons.of_step(engine.steps_done, engine.ranks), lr_of(engine)
+            weight = engine.ranks.total(sum(batch.weight for batch in micro))
             mean = 0.0
-            for batch, lesson in micro:
-                loss = mean_over_step(engine(batch, lesson), weight)
+            for batch in micro:
+                loss = mean_over_step(engine(batch, lessons.on(batch)), weight)
                 engine.backward(loss)
                 mean += float(loss.detach())
             norm = engine.step()
             mean, done = engine.ranks.total(mean), engine.steps_done
-            tokens_seen += int(engine.ranks.total(sum(batch.tokens for batch, _ in micro)))
-            logs.add(done, {"loss": mean, "gradient_norm": norm, "lr": lr_of(engine)})
+            tokens_seen += int(engine.ranks.total(sum(batch.tokens for batch in micro)))
+            logs.add(done, {"loss": mean, "gradient_norm": norm, "lr": lr})
             if done % settings.evaluate_every == 0 or done == settings.steps:
-                score = evaluate(model, validation, settings, costs)
+                # Ties may fall otherwise elsewhere; what one rank sees counts for all.
+                score = engine.ranks.gather(evaluate(model, validation, settings, costs))[0]
                 curve.append({"step": done, "tokens": tokens_seen, "loss": mean, **score})
                 logs.add(done, score)
                 best.keep(curve, engine, model)

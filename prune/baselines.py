@@ -86,18 +86,28 @@ def select_by_activations(
     Raises:
         RequestError: `block-influence` is asked to cut widths.
     """
+    check_method(method, source, drafter)
     axes = changed_axes(source, drafter)
-    if method == "block-influence" and (widths := [a for a in axes if "layers" not in a]):
-        raise RequestError(
-            f"recipe.prune.method: block-influence: it ranks layers, but the shape cuts "
-            f"{', '.join(widths)} as well; use importance"
-        )
     stream = BatchStream(rows, batch, max_length, seed)
     count = min(CALIBRATION_BATCHES, stream.batches_per_epoch)
     with watched(model, family, source) as scores, torch.inference_mode():
         for number in range(count):
             hidden_at_answers(model, stream[number].to(model.device))
     return select({axis: scores[axis] for axis in axes}, source, drafter)
+
+
+def check_method(method: str, source: Shape, drafter: Shape) -> None:
+    """Refuse a method that can't cut to a shape.
+
+    Raises:
+        RequestError: `block-influence` is asked to cut widths.
+    """
+    widths = [axis for axis in changed_axes(source, drafter) if "layers" not in axis]
+    if method == "block-influence" and widths:
+        raise RequestError(
+            f"recipe.prune.method: block-influence: it ranks layers, but the shape cuts "
+            f"{', '.join(widths)} as well; use importance"
+        )
 
 
 def select(scores: Mapping[Axis, Tensor], source: Shape, drafter: Shape) -> Selection:

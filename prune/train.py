@@ -35,7 +35,6 @@ from draftsmith.recipes.schema import PruneSettings
 
 # A count that is off by less than this, or this share of it, is a matter of rounding.
 _CONVERGED, _CONVERGED_SHARE = 0.5, 0.02
-_SAVE_EVERY = 10
 # Rows on which sets of layers are compared.
 _EXCHANGE_ROWS = 12
 _OBJECTIVES: dict[str, Loss] = {
@@ -215,7 +214,7 @@ def _train(
             lagrangian.ascend(masks, step, settings.lambda_lr)
             counts = expected_counts(masks, loss.source)
             history.append({"loss": ranks.total(mean), **counts})
-            if engine.steps_done % _SAVE_EVERY == 0 and engine.steps_done < settings.steps:
+            if engine.steps_done % settings.save_every == 0 and engine.steps_done < settings.steps:
                 engine.save({"history": history, "multipliers": dict(lagrangian.multipliers)})
             progress.update(1, note=_note(history[-1], drafter))
     return history

@@ -90,8 +90,11 @@ def _merged(base: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in keys.items():
         group = merged.get(name)
-        groups = isinstance(group, dict) and isinstance(value, dict)
-        merged[name] = _merged(group, value) if groups else value  # type: ignore[arg-type]
+        # A group without keys is written as nothing in YAML.
+        if isinstance(group, dict) and (value is None or isinstance(value, dict)):
+            merged[name] = _merged(group, value or {})
+        else:
+            merged[name] = value
     return merged
 
 

@@ -29,6 +29,7 @@ from draftsmith.distill.estimate import (
     peak,
     teacher_of,
 )
+from draftsmith.distill.trace import Prompts
 from draftsmith.errors import RequestError
 from draftsmith.recipes.run import Run, check, stage_keys
 from draftsmith.recipes.schema import DistillSettings
@@ -390,7 +391,8 @@ def text_of(run: Run, rows: Sequence[TraceRow], vocab: int) -> Text:
         return Text(
             True, useful, max(lengths), answers / max(1, useful), answers, asked, _TWICE * size
         )
-    prompt = run.recipe.data.prompt_tokens
+    # With the chat template around it, and real prompts as long as they are.
+    prompt = Prompts(run.recipe.data, trace.batch, run.tokenizer, run.recipe.seed).longest
     longest = min(settings.max_length, prompt + trace.max_new_tokens)
     mean = max(1, longest - prompt)
     kept = round(trace.tokens * (1 - trace.validation_share))

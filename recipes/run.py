@@ -99,6 +99,11 @@ class Run:
         """The target, loaded exactly."""
         return self.source_model if self.source == self.target else load_model(self.target)
 
+    def forget_models(self) -> None:
+        """Free what is loaded; whoever needs it loads it again."""
+        for name in ("source_model", "target_model"):
+            self.__dict__.pop(name, None)
+
     @cached_property
     def tokenizer(self) -> Any:
         """The target's."""
@@ -134,21 +139,23 @@ def check(run: Run) -> Shape:
     from draftsmith.accept.samples import check_samples
     from draftsmith.accept.verify import Verification
     from draftsmith.checkpoints.export import gguf
+    from draftsmith.prune.baselines import check_method
 
     config = load_config(run.source)
     family, source = describe(config, run.source)
     require_decoder(family, run.source.spec)
     prune = run.recipe.prune
     shape = resolve_shape(source, asdict(prune.shape), family, prune.axes)
+    check_method(prune.method, source, shape)
     target = load_configs(run.target)
-    _, target_shape = describe(target.config, run.target)
+    target_family, target_shape = describe(target.config, run.target)
     check_tokenizer_rows(run.tokenizer, target_shape.vocab, run.recipe.target)
     if run.source != run.target:
         check_pair(run.target, run.source)
         check_tokenizer_rows(run.tokenizer, source.vocab, run.source.spec)
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
-    _check_distill(run, config, family)
+    _check_distill(run, config, family, target.config, target_family)
     score = run.recipe.score
     prompts = prompts_for(run.target, target, run.tokenizer, score)
     if score.samples:
@@ -159,22 +166,38 @@ def check(run: Run) -> Shape:
     return shape
 
 
-def _check_distill(run: Run, config: Any, family: Family) -> None:
-    """Refuse what distillation can't do with these models."""
+def _check_distill(
+    run: Run, config: Any, family: Family, target: Any, target_family: Family
+) -> None:
+    """Refuse what distillation can't do with these models and traces."""
     settings = run.recipe.distill
     if settings.hidden_matching and run.source != run.target:
         raise RequestError(
             f"recipe.distill.hidden_matching: {settings.hidden_matching}: the drafter is cut from "
             f"{run.source.spec}, whose layers are not those of {run.target.spec}; leave it out"
         )
-    window = narrowest_window(config, family)
-    rounds = settings.on_policy or settings.position_decay < 1
-    if rounds and window is not None and window < settings.max_length + settings.lookahead:
+    windows = [narrowest_window(*both) for both in ((config, family), (target, target_family))]
+    window = min((w for w in windows if w is not None), default=None)
+    longest = settings.max_length + settings.lookahead
+    if settings.on_policy and window is not None and window < longest:
         raise RequestError(
-            f"recipe.distill.max_length: {settings.max_length}: rounds of the drafter are looked "
-            f"for within attention windows of {window} tokens only; make it at most "
-            f"{window - settings.lookahead}, or leave on_policy and position_decay out"
+            f"recipe.distill.max_length: {settings.max_length}: with on_policy a row must lie "
+            f"within the attention window of {window} tokens; make it at most "
+            f"{window - settings.lookahead}, or leave on_policy out"
         )
+    _check_domains(run)
+
+
+def _check_domains(run: Run) -> None:
+    """Refuse weights of domains that finished traces don't have."""
+    weights, folder = run.recipe.distill.domain_weights, run.folder("traces")
+    if weights and provenance.read_key(folder) == stage_keys(run)["traces"]:
+        known = TraceStore(folder).domains
+        if unknown := sorted(set(weights) - set(known)):
+            raise RequestError(
+                f"recipe.distill.domain_weights: no trace is of {', '.join(unknown)}; the traces "
+                f"have {', '.join(map(repr, known))}"
+            )
 
 
 def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
@@ -420,6 +443,8 @@ def _distill(run: Run, folder: Path) -> None:
 
 def _teacher(run: Run) -> "Teacher | None":
     """The target, if the recipe wants it in memory."""
+    import torch
+
     from draftsmith.distill.teacher import Teacher
     from draftsmith.prune.compact import read_masks
 
@@ -429,7 +454,12 @@ def _teacher(run: Run) -> "Teacher | None":
     kept = None
     if settings.hidden_matching:
         kept = read_masks(run.folder("pruned") / MASKS).selection
-    model = load_model(run.target, dtype=run.dtype)
+    if settings.shard_teacher or run.dtype != torch.float32:
+        # One copy of the target is enough.
+        run.forget_models()
+        model = load_model(run.target, dtype=run.dtype)
+    else:
+        model = run.target_model
     return Teacher(model, kept=kept, shard=settings.shard_teacher)
 
 

@@ -140,9 +140,9 @@ class PruneSettings:
     method: Annotated[
         Literal["masks", "first", "last", "uniform", "random", "block-influence", "importance"],
         Field(
-            description="masks: learned. Baselines: first, last, uniform choose by position; "
-            "block-influence keeps the layers that change their input most, importance also the "
-            "widths with the largest activations"
+            description="masks: learned. Baselines: first, last, uniform choose by position, "
+            "random by the seed; block-influence keeps the layers that change their input most, "
+            "importance also the widths with the largest activations"
         ),
     ] = "masks"
     objective: Annotated[
@@ -209,6 +209,10 @@ class PruneSettings:
             "the masks have chosen; 0: none",
         ),
     ] = 3
+    save_every: Annotated[
+        PositiveInt,
+        Field(description="steps between two checkpoints, which hold weights that learn too"),
+    ] = 10
     snap: Annotated[
         bool,
         Field(

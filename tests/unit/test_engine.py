@@ -17,7 +17,6 @@ from draftsmith.data import files
 from draftsmith.distill.engine import TorchEngine
 from draftsmith.distill.train import distill
 from draftsmith.errors import DraftsmithError
-from draftsmith.prune import train as prune_train
 from draftsmith.recipes.schema import DistillSettings
 from tests.conftest import make_model
 from tests.unit.test_batches import trace_rows
@@ -174,8 +173,7 @@ def test_resumed_distillation_equals_one_that_was_left_alone(tmp_path: Path, sto
 def test_resumed_masks_equal_ones_that_were_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prune_train, "_SAVE_EVERY", 3)
-    straight = learn(make_model(), tmp_path / "straight")
+    straight = learn(make_model(), tmp_path / "straight", save_every=3)
     step, calls = TorchEngine.step, 0
 
     def counted(self: TorchEngine) -> float:
@@ -188,8 +186,8 @@ def test_resumed_masks_equal_ones_that_were_left_alone(
     with monkeypatch.context() as patch:
         patch.setattr(TorchEngine, "step", counted)
         with pytest.raises(KeyboardInterrupt):
-            learn(make_model(), tmp_path / "stopped")
-    assert learn(make_model(), tmp_path / "stopped") == straight
+            learn(make_model(), tmp_path / "stopped", save_every=3)
+    assert learn(make_model(), tmp_path / "stopped", save_every=3) == straight
 
 
 def test_distillation_learns(tmp_path: Path) -> None:

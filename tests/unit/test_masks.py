@@ -168,8 +168,7 @@ def test_weights_may_learn_beside_the_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """At a rate of their own; stopped and gone on with, they are the same bit for bit."""
-    monkeypatch.setattr(train, "_SAVE_EVERY", 3)
-    changes = {"weights_lr": 1e-3, "clip": 1.0, "attention_dropout": 0.1} | changes
+    changes = {"save_every": 3, "weights_lr": 1e-3, "clip": 1.0, "attention_dropout": 0.1} | changes
     dropout = {"attention_dropout": changes.pop("attention_dropout")}
     straight, stopped = make_model(**dropout), make_model(**dropout)
     torch.manual_seed(5)

@@ -172,6 +172,12 @@ def test_a_recipe_may_build_on_another(recipe: Any, tmp_path: Path) -> None:
     assert (loaded.distill.lr, loaded.distill.steps) == (2e-4, 9)
 
 
+def test_a_group_without_keys_leaves_the_bases(recipe: Any, tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text(f"{PLAIN}distill: {{lr: 2e-4}}")
+    assert recipe("base: below.yaml\ndistill:", ["distill.steps=50"]).distill.lr == 2e-4
+    assert recipe("base: below.yaml\ndistill:").distill.lr == 2e-4
+
+
 def test_a_recipe_may_build_on_a_shipped_one(recipe: Any) -> None:
     loaded = recipe("base: quickstart\nseed: 8")
     assert loaded.data == load("quickstart").data

@@ -94,7 +94,7 @@ def seen_text(batch: Batch, place: int) -> list[int]:
     """The tokens that a position sees, in the order of their positions."""
     assert batch.position_ids is not None
     row, column = divmod(place, batch.ids.shape[1])
-    seen = (batch.mask[row, 0, column] == 0).nonzero()[:, 0]
+    seen = batch.mask[row, 0, column].nonzero()[:, 0]
     order = batch.position_ids[row, seen].argsort()
     assert batch.position_ids[row, seen][order].tolist() == list(range(len(seen)))
     return batch.ids[row, seen][order].tolist()

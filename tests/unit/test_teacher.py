@@ -14,12 +14,15 @@ from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import Ranks, TorchEngine
 from draftsmith.distill.lessons import Lessons
+from draftsmith.distill.logs import Logs
 from draftsmith.distill.losses import TargetLogits, forward_kl
 from draftsmith.distill.rounds import OwnRounds
 from draftsmith.distill.states import states_at_answers
 from draftsmith.distill.teacher import Lesson, Teacher
-from draftsmith.distill.train import LOGS, Costs, Student, distill, loss_head
+from draftsmith.distill.train import LOGS, Costs, Student, distill, loss_head, mean_over_step
 from draftsmith.errors import RequestError
+from draftsmith.recipes.loading import load
+from draftsmith.recipes.run import Run, _teacher, check, run_stages
 from draftsmith.recipes.schema import DistillSettings
 from tests.conftest import CAUSAL, make_model
 from tests.unit.test_batches import trace_rows
@@ -178,9 +181,11 @@ def test_the_share_of_on_policy_steps_rises_to_what_the_recipe_says() -> None:
 
 def test_an_on_policy_step_is_judged_by_the_target_on_the_drafters_own_states() -> None:
     target = make_model()
-    ((batch, lesson),) = lessons(1.0, teacher=Teacher(target)).of_step(0, Ranks())
-    ((plain, _),) = lessons(0.0, teacher=Teacher(target)).of_step(0, Ranks())
+    own = lessons(1.0, teacher=Teacher(target))
+    (batch,) = own.of_step(0, Ranks())
+    (plain,) = lessons(0.0, teacher=Teacher(target)).of_step(0, Ranks())
     assert batch.tokens > plain.tokens
+    lesson = own.on(batch)
     assert isinstance(lesson, Lesson)
     with torch.inference_mode():
         hidden, _ = states_at_answers(target.base_model, batch)
@@ -270,19 +275,68 @@ def test_what_needs_the_target_says_so(changes: dict[str, Any], message: str) ->
 def test_rounds_within_windows_and_layers_of_another_model_are_refused(
     tiny_recipe: Path, save: Callable[..., Path]
 ) -> None:
-    from draftsmith.recipes.loading import load
-    from draftsmith.recipes.run import Run, check
-
     live = ["distill.teacher=live", "export.to=[hf]"]
     windowed = save(make_model("mistral", sliding_window=64), name="windowed")
     other = save(make_model(seed=4), name="other")
+    within = "max_length: 256: with on_policy .* at most 61"
     cases = {
-        (f"target={windowed}", "distill.on_policy=0.5"): "max_length: 256: rounds .* at most 61",
+        (f"target={windowed}", "distill.on_policy=0.5"): within,
+        (f"target={windowed}", f"source={other}", "distill.on_policy=0.5"): within,
         (f"source={other}", "distill.hidden_matching=1"): "hidden_matching: .* leave it out",
     }
     for overrides, message in cases.items():
         run = Run(load(str(tiny_recipe), [*live, *overrides]), Path("nowhere"))
         with pytest.raises(RequestError, match=message):
             check(run)
-    fits = ["distill.max_length=61", f"target={windowed}", "distill.position_decay=0.5"]
-    check(Run(load(str(tiny_recipe), [*live, *fits]), Path("nowhere")))
+    fits = ["distill.max_length=61", f"target={windowed}", "distill.on_policy=0.5"]
+    # Weights by position need no mask of their own, and windows act as ever.
+    no_branches = [f"target={windowed}", "distill.position_decay=0.5"]
+    for overrides in (fits, no_branches):
+        check(Run(load(str(tiny_recipe), [*live, *overrides]), Path("nowhere")))
+
+
+def test_a_weight_of_all_tokens_alike_changes_nothing() -> None:
+    """Also a small one."""
+    assert float(mean_over_step(torch.tensor(1.5), 0.5)) == 3.0
+
+
+def test_requests_are_refused_before_any_work(tiny_recipe: Path, tmp_path: Path) -> None:
+    def refused(*overrides: str) -> str:
+        with pytest.raises(RequestError) as caught:
+            check(Run(load(str(tiny_recipe), overrides), tmp_path / "out"))
+        return str(caught.value)
+
+    cut = ("prune.method=block-influence", "prune.shape.ffn=32")
+    assert "block-influence: it ranks layers" in refused(*cut)
+    run = Run(load(str(tiny_recipe)), tmp_path / "out")
+    run_stages(run, ("trace",))
+    assert "no trace is of code; the traces have ''" in refused("distill.domain_weights={code: 2}")
+
+
+def test_a_live_target_is_in_memory_once(tiny_recipe: Path, tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        recipe = load(str(tiny_recipe), ["distill.teacher=live", f"dtype={dtype}"])
+        run = Run(recipe, tmp_path / dtype)
+        held = run.source_model
+        teacher = _teacher(run)
+        assert teacher is not None
+        assert (teacher.head.weight is held.lm_head.weight) == (dtype == "float32")
+        assert ("source_model" in vars(run)) == (dtype == "float32")
+
+
+def test_a_resumed_run_shows_every_figure_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = Logs(tmp_path, 1)
+    for step in range(1, 6):
+        first.add(step, {"loss": step})
+    first.close()
+    # Saved after three steps, killed after five.
+    second = Logs(tmp_path, 4)
+    for step in range(4, 8):
+        second.add(step, {"loss": 10 * step})
+    second.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    shown = {e.step: e.value for e in events.Scalars("loss")}
+    assert shown == {1: 1, 2: 2, 3: 3, 4: 40, 5: 50, 6: 60, 7: 70}

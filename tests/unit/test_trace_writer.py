@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftsmith.accept.decode import Limits, greedy_decode
-from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.formats import ModelRef, resolve
 from draftsmith.data.traces import (
     RowKey,
     TraceRow,
@@ -231,8 +231,26 @@ def keys(**tokens: int) -> list[RowKey]:
 def test_empty_batches_are_no_gap() -> None:
     """A batch whose prompts came to nothing counts as written, or the stage would never end."""
     a, b, c = keys(a=100, b=100, c=100)
-    assert trace._needed({0: [a], 1: [], 2: [b], 3: [c]}, 250) == ([0, 1, 2, 3], 300)
-    assert trace._needed({0: [a], 2: [b]}, 250) == ([0], 100)
+    assert needed({0: [a], 1: [], 2: [b], 3: [c]}, 250) == ([0, 1, 2, 3], 300, True)
+    assert needed({0: [a], 2: [b]}, 250) == ([0], 100, False)
+
+
+def needed(done: Any, tokens: int, source: str = "self") -> Any:
+    """What `_needed` says for a recipe of so many tokens."""
+    data = {"source": source, "path": [] if source == "self" else ["prompts.jsonl"]}
+    recipe = validate({"target": "t", "data": data, "trace": {"tokens": tokens}})
+    return trace._needed(done, trace.Job.of(recipe, ModelRef("t", Path()), Path()))
+
+
+def test_a_target_that_only_repeats_itself_is_not_asked_for_ever() -> None:
+    """Files of prompts end by themselves, however often they repeat one."""
+    (a,) = keys(a=6)
+    same = {key: [a] for key in range(500)}
+    numbers, tokens, enough = needed(same, 1000)
+    assert (len(numbers), tokens, enough) == (1 + trace._EMPTY_BATCHES, 6, True)
+    assert needed(same, 1000, source="prompts") == (list(range(500)), 6, False)
+    few = {key: [a] for key in range(trace._EMPTY_BATCHES)}
+    assert needed(few, 1000)[2] is False
 
 
 def test_a_worker_that_was_killed_is_told() -> None:
@@ -294,9 +312,9 @@ BATCHES = [
 def test_tokens_that_were_written_before_count_once() -> None:
     a, b, c, d = keys(a=100, b=50, c=100, d=1)
     done = {0: [a], 1: [a, b, b], 2: [a], 3: [c], 4: [d]}
-    assert trace._needed(done, 200) == ([0, 1, 2, 3], 250)
-    assert trace._needed(done, 150) == ([0, 1], 150)
-    assert trace._needed(done, 1000) == ([0, 1, 2, 3, 4], 251)
+    assert needed(done, 200) == ([0, 1, 2, 3], 250, True)
+    assert needed(done, 150) == ([0, 1], 150, True)
+    assert needed(done, 1000) == ([0, 1, 2, 3, 4], 251, False)
 
 
 def test_a_greedy_row_is_known_by_its_prompt_and_a_drawn_one_by_all_of_it() -> None:
@@ -323,7 +341,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             asked.append(number)
             write_shard(job.folder, number, rows)
             done[number] = [RowKey.of(row) for row in rows]
-            if trace._enough(done, job.trace.tokens):
+            if trace._enough(done, job):
                 return
 
     engine = trace._Engine(check=lambda target: None, run=run)
