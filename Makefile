@@ -63,7 +63,8 @@ test-oldest: $(OLDEST)/installed
 	  tests/unit/test_streaming.py tests/unit/test_layout_counts.py tests/unit/test_token_map.py \
 	  tests/unit/test_batch.py tests/unit/test_verify.py tests/unit/test_score.py \
 	  tests/unit/test_encoder_decoder.py tests/unit/test_replaying.py tests/unit/test_lora.py \
-	  tests/unit/test_best.py
+	  tests/unit/test_best.py tests/unit/test_rounds.py tests/unit/test_teacher.py \
+	  tests/unit/test_baselines.py
 
 test-wheel: $(VENV)/installed-dev
 	rm -rf build dist
