@@ -3,6 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+# Beside what a stage makes. Names of event files hold times and processes, so what is in it is no
+# part of the result.
+LOGS = "logs"
+
 
 class Logs:
     """Writes scalars by step; one process of many does.

@@ -23,7 +23,7 @@ from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, freeze_all_but
 from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
 from draftsmith.distill.lessons import Lessons
-from draftsmith.distill.logs import Logs
+from draftsmith.distill.logs import LOGS, Logs
 from draftsmith.distill.lora import add_adapters, merge_adapters
 from draftsmith.distill.losses import make_loss
 from draftsmith.distill.rounds import OwnRounds
@@ -35,7 +35,6 @@ from draftsmith.recipes.schema import DistillSettings
 MOST_LOOKAHEAD = 8
 # What is left of the peak learning rate at the last step.
 FINAL_LR = 0.05
-LOGS = "logs"
 
 
 class Student(nn.Module):

@@ -32,6 +32,7 @@ from draftsmith.data.files import PARTIAL, fingerprint, publish, storage, write_
 from draftsmith.data.processes import is_main, launched_processes
 from draftsmith.data.progress import say
 from draftsmith.data.traces import TraceStore
+from draftsmith.distill.logs import LOGS
 from draftsmith.errors import RequestError
 from draftsmith.recipes.loading import to_plain
 from draftsmith.recipes.schema import Recipe
@@ -333,7 +334,7 @@ def _finish(run: Run, stage: Stage, key: str, worked: bool) -> None:
                 settings=to_plain(run.recipe),
                 inputs=_fingerprints(run, stage),
                 seed=run.recipe.seed,
-                passing=(_KEY, _STATE),
+                passing=(_KEY, _STATE, LOGS),
             )
     with storage(final):
         shutil.rmtree(partial / _STATE, ignore_errors=True)

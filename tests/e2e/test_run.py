@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import load_model
+from draftsmith.distill.logs import LOGS
 from draftsmith.recipes.loading import load
 from draftsmith.recipes.run import STAGES, Run, run_stages
 from tests.conftest import make_model
@@ -36,12 +38,12 @@ def command(*arguments: object, cwd: Path, **changes: Any) -> subprocess.Complet
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files but those that name times, machines and commands."""
+    """All files but those that name times, machines and commands, and logs."""
     skip = {"provenance.json", "score.json", "export.json"}
     return {
         str(p.relative_to(folder)): p.read_bytes()
         for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.name not in skip and ".gguf" not in p.name
+        if p.is_file() and p.name not in skip and ".gguf" not in p.name and LOGS not in p.parts
     }
 
 
@@ -198,6 +200,13 @@ def test_changed_settings_redo_what_depends_on_them(in_process: Callable[..., Ru
     assert {s: (run.out / s / "provenance.json").stat().st_mtime_ns for s in keys} == keys
     assert in_process("r", "trace.workers=2", "distill.lr=5e-3", stages=("trace",)).seconds == {}
     assert in_process("r", "seed=1", stages=("trace",)).seconds.keys() == {"trace"}
+
+
+def test_logs_may_be_removed(in_process: Callable[..., Run]) -> None:
+    run = in_process("a", stages=("trace", "prune", "distill"))
+    assert list((run.folder("distilled") / LOGS).iterdir())
+    shutil.rmtree(run.folder("distilled") / LOGS)
+    assert not run_stages(run, ("trace", "prune", "distill"))
 
 
 def test_a_removed_file_is_noticed(in_process: Callable[..., Run]) -> None:
