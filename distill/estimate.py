@@ -41,6 +41,7 @@ from draftsmith.checkpoints.layout import Layout, layout_of
 from draftsmith.checkpoints.shape import Shape, shape_of
 from draftsmith.distill.deepspeed_engine import WHOLE_BELOW
 from draftsmith.distill.head_loss import chunk_tokens
+from draftsmith.distill.losses import TargetLogits, Traces
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import DistillSettings
 
@@ -49,9 +50,9 @@ FLOAT = 4
 # DeepSpeed's defaults, in elements: `reduce_bucket_size` and `stage3_max_live_parameters`.
 BUCKET, LIVE = 500_000_000, 1_000_000_000
 # Tensors as large as a chunk's logits that are alive at once: over traces the logits, the gradient
-# through `gather`, and twice that through `logsumexp`; over a live target, log p and log q with
-# their unclamped forms, and what a distance makes of both.
-_COPIES: Mapping[str, int] = {"traces": 4, "live": 8}
+# through `gather`, and twice that through `logsumexp`; over a live target as many as chunks are
+# planned for (measured: 16 to 19).
+_COPIES: Mapping[str, int] = {"traces": 4, "live": 16}
 
 
 @dataclass(frozen=True)
@@ -432,8 +433,10 @@ def _head_work(counts: Counts, work: Work) -> int:
     """
     columns, cast = _columns(counts, work), work.width != FLOAT
     picked = columns * counts.shape.hidden
-    logits = chunk_tokens(work.answers, columns) * columns
-    copies = _COPIES["live" if work.teacher.weights else "traces"]
+    live = bool(work.teacher.weights)
+    planned = TargetLogits.copies if live else Traces.copies
+    logits = chunk_tokens(work.answers, columns, copies=planned) * columns
+    copies = _COPIES["live" if live else "traces"]
     loss = logits * (FLOAT * copies + (work.width if cast else 0))
     adding = 0
     if cast and counts.head_learns:

@@ -8,7 +8,7 @@ cross-entropy; here for any loss and any signal of the target).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -16,12 +16,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from draftsmith.data.traces import TraceRow
-from draftsmith.distill.losses import Columns, Loss, Pair, Signal, TargetLogits, select
+from draftsmith.distill.losses import (
+    Columns,
+    Loss,
+    Pair,
+    Signal,
+    TargetLogits,
+    Traces,
+    select,
+)
 
 # Memory for the tensors of one chunk.
 CHUNK_BYTES = 256 * 2**20
-# Tensors of a chunk's logits that are alive at once, in float32.
-_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class LiveTarget:
 
     hidden: Tensor
     head: Projection
+    copies: ClassVar[int] = TargetLogits.copies
 
     def __getitem__(self, rows: slice) -> Self:
         """The same at some of the positions."""
@@ -171,7 +178,7 @@ class HeadLoss:
             ]
 
         weight, bias = projection.weight, projection.bias
-        chunk = chunk_tokens(len(hidden_AH), len(weight), self.chunk_bytes)
+        chunk = chunk_tokens(len(hidden_AH), len(weight), self.chunk_bytes, signal.copies)
         # Inside of a Function grad mode is always off.
         learning = torch.is_grad_enabled()
         total: Tensor = _ChunkedLoss.apply(hidden_AH, weight, bias, loss_of, chunk, learning)
@@ -180,7 +187,7 @@ class HeadLoss:
     @torch.no_grad()
     def likeliest(self, hidden_AH: Tensor, head: Projection) -> Tensor:
         """The drafter's likeliest id at A positions, a chunk at a time; arguments as for a call."""
-        chunk = chunk_tokens(len(hidden_AH), len(head.weight), self.chunk_bytes)
+        chunk = chunk_tokens(len(hidden_AH), len(head.weight), self.chunk_bytes, copies=2)
         dtype = _product_dtype(hidden_AH)
         head = replace(head, weight=head.weight.to(dtype))
         parts = hidden_AH.to(dtype).split(chunk)
@@ -248,9 +255,18 @@ class LossHead(nn.Module):
         return nn.Parameter(rows, requires_grad=False)
 
 
-def chunk_tokens(tokens: int, vocabulary: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Tokens of a chunk: as many as the memory holds, spread evenly over the chunks; at least 1."""
-    most = max(1, chunk_bytes // (4 * _COPIES * vocabulary))
+def chunk_tokens(
+    tokens: int, vocabulary: int, chunk_bytes: int = CHUNK_BYTES, copies: int = Traces.copies
+) -> int:
+    """Tokens of a chunk: as many as the memory holds, spread evenly over the chunks; at least 1.
+
+    Args:
+        tokens: in all.
+        vocabulary: logits of each.
+        chunk_bytes: memory.
+        copies: as `Signal.copies`.
+    """
+    most = max(1, chunk_bytes // (4 * copies * vocabulary))
     chunks = max(1, -(-tokens // most))
     return max(1, -(-tokens // chunks))
 

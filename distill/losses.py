@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -70,7 +70,14 @@ Columns = Tensor | int
 
 
 class Signal(Protocol):
-    """What is known of the target at A positions."""
+    """What is known of the target at A positions.
+
+    Attributes:
+        copies: tensors as large as the drafter's logits, in float32, that are alive at once while
+            a loss and its gradient are computed.
+    """
+
+    copies: ClassVar[int]
 
     def __getitem__(self, rows: slice) -> Self:
         """The same at some of the positions."""
@@ -91,6 +98,7 @@ class TargetLogits:
     """
 
     logits: Tensor
+    copies: ClassVar[int] = 16
 
     def __getitem__(self, rows: slice) -> Self:
         """The same at some of the positions."""
@@ -112,7 +120,10 @@ class TargetLogits:
                 f"the drafter has {ours} logits and the target {theirs}; name the ids that both "
                 "have as the head's columns"
             )
-        return Pair(_log_softmax(self.logits.detach()), _log_softmax(logits_AV))
+        with torch.no_grad():
+            # In place: nothing is kept for a backward pass, and a copy is as large as all logits.
+            p = _exact(self.logits).log_softmax(-1).clamp_min_(_NEVER)
+        return Pair(p, _log_softmax(logits_AV))
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,7 @@ class Traces:
 
     top_ids: Tensor
     top_logprobs: Tensor
+    copies: ClassVar[int] = 8
 
     @classmethod
     def of_labels(cls, labels_A: Tensor) -> Self:
