@@ -87,10 +87,11 @@ def step_of(way: str, size: tuple[int, int]) -> Callable[[], None]:
 
     def step() -> None:
         z = masks.sample(_generator(0, engine.steps_done, model.device))
-        value = mean_over_step(loss(z, batch), batch.tokens)
-        if lagrangian is not None:
-            value = value + lagrangian.penalty(masks, engine.steps_done)
-        engine.backward(value)
+        with loss.acting(z):
+            value = mean_over_step(loss(batch), batch.tokens)
+            if lagrangian is not None:
+                value = value + lagrangian.penalty(masks, engine.steps_done)
+            engine.backward(value)
         engine.step()
         masks.clamp()
         if lagrangian is not None:

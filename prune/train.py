@@ -1,6 +1,7 @@
 """Learning which parts of the source to keep, so that the rest still speaks like the target."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,17 @@ class MaskedLoss:
     dtype: torch.dtype
     labels: bool = False
 
-    def __call__(self, masks: Masks, batch: Batch) -> Tensor:
-        """Sum over the batch's answer tokens with `masks` acting on the source."""
-        with (
-            applied(self.model, self.family, self.source, masks),
-            autocast(self.model, self.dtype),
-        ):
+    def acting(self, masks: Masks) -> AbstractContextManager[None]:
+        """Within it masks act on the source.
+
+        A backward pass belongs inside as well: activations that are computed again must be masked
+        as they were.
+        """
+        return applied(self.model, self.family, self.source, masks)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Sum over the batch's answer tokens."""
+        with autocast(self.model, self.dtype):
             hidden_AH = hidden_at_answers(self.model, batch)
             signal = Traces.of_labels(batch.labels) if self.labels else batch.traces
             loss: Tensor = self.head(hidden_AH, signal)
@@ -206,8 +212,9 @@ def _train(
             for batch in micro:
                 # Drawn anew, and alike: each backward pass needs a graph of its own.
                 z = masks.sample(_generator(seed, step, device))
-                value = mean_over_step(loss(z, batch), tokens)
-                engine.backward(value + lagrangian.penalty(masks, step) / settings.accumulate)
+                with loss.acting(z):
+                    value = mean_over_step(loss(batch), tokens)
+                    engine.backward(value + lagrangian.penalty(masks, step) / settings.accumulate)
                 mean += float(value.detach())
             engine.step()
             masks.clamp()
@@ -236,7 +243,8 @@ def _exchange(
     def loss_of(layers: Layers) -> float:
         hard = hard_masks(masks.select(loss.source, drafter, layers), loss.source)
         z = {axis: value.to(device) for axis, value in hard.items() if axis in masks.axes}
-        return float(loss(z, sample)) / sample.tokens
+        with loss.acting(z):
+            return float(loss(sample)) / sample.tokens
 
     return exchange_layers(selection.layers, loss.source.layers, loss_of, settings.exchange)
 

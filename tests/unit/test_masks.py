@@ -195,6 +195,20 @@ def test_weights_may_learn_beside_the_masks(
         assert torch.equal(tensor, again.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_activations_that_are_computed_again_are_masked_again(tmp_path: Path, family: str) -> None:
+    """Every weight and every mask is as without."""
+    models = [make_model(family), make_model(family)]
+    results = [
+        learn(model, tmp_path / str(again), weights_lr=1e-3, checkpoint_activations=again)
+        for model, again in zip(models, (False, True), strict=True)
+    ]
+    for a, b in zip(*(result.history for result in results), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    for name, tensor in models[0].state_dict().items():
+        assert torch.allclose(tensor, models[1].state_dict()[name], atol=1e-5), name
+
+
 def test_a_small_gradient_norm_is_all_that_clipping_leaves(tmp_path: Path) -> None:
     free, clipped = make_model(), make_model()
     learn(free, tmp_path / "free", weights_lr=1e-3)
