@@ -143,13 +143,13 @@ def test_exchange_finds_what_single_exchanges_can_reach() -> None:
     assert exchange_layers((0, 3, 7), count=8, loss=loss, rounds=5).layers == (0, 3, 7)
 
 
-def learn(model: Any, folder: Path, steps: int = 8, **changes: Any) -> train.Pruning:
+def learn(model: Any, folder: Path, steps: int = 8, ffn: int = 64, **changes: Any) -> train.Pruning:
     family = families()[model.config.model_type]
     source = shape_of(model.config, family)
     settings = PruneSettings(
         shape=ShapeSettings(layers=2), steps=steps, warmup=2, batch=2, max_length=24, **changes
     )
-    drafter = Shape(**{**vars(source), "layers": 2})
+    drafter = Shape(**{**vars(source), "layers": 2, "ffn": ffn})
     return train.learn_masks(
         model, family, source, drafter, trace_rows(12), settings, seed=3, state=folder
     )
@@ -200,7 +200,7 @@ def test_activations_that_are_computed_again_are_masked_again(tmp_path: Path, fa
     """Every weight and every mask is as without."""
     models = [make_model(family), make_model(family)]
     results = [
-        learn(model, tmp_path / str(again), weights_lr=1e-3, checkpoint_activations=again)
+        learn(model, tmp_path / str(again), ffn=40, weights_lr=1e-3, checkpoint_activations=again)
         for model, again in zip(models, (False, True), strict=True)
     ]
     for a, b in zip(*(result.history for result in results), strict=True):
