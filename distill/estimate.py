@@ -51,7 +51,7 @@ FLOAT = 4
 BUCKET, LIVE = 500_000_000, 1_000_000_000
 # Tensors as large as a chunk's logits that are alive at once: over traces the logits, the gradient
 # through `gather`, and twice that through `logsumexp`; over a live target as many as chunks are
-# planned for (measured: 16 to 19).
+# planned for.
 _COPIES: Mapping[str, int] = {"traces": 4, "live": 16}
 
 

@@ -233,6 +233,13 @@ class LossHead(nn.Module):
         self.weight = self._own(weight)
         self.bias = None if bias is None else self._own(bias)
 
+    @classmethod
+    def of(cls, model: Any, head_loss: HeadLoss) -> Self:
+        """The head of a causal model; by now it is known whether it learns."""
+        head, logits = model.get_output_embeddings(), Projection.of(model)
+        bias = getattr(head, "bias", None)
+        return cls(head_loss, head.weight, bias, scale=logits.scale, softcap=logits.softcap)
+
     def forward(
         self, hidden_AH: Tensor, signal: Signal | None, weights_A: Tensor | None = None
     ) -> Tensor:

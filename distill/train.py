@@ -21,7 +21,7 @@ from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.best import Best
 from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, freeze_all_but
-from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
+from draftsmith.distill.head_loss import HeadLoss, LossHead
 from draftsmith.distill.lessons import Lessons
 from draftsmith.distill.logs import LOGS, Logs
 from draftsmith.distill.lora import add_adapters, merge_adapters
@@ -187,7 +187,6 @@ def loss_head(
         settings: the recipe's `distill`.
         target_vocabulary: logits of a live target; none: traces speak for it.
     """
-    head, logits = model.get_output_embeddings(), Projection.of(model)
     loss = make_loss(
         settings.loss,
         cross_entropy_share=settings.cross_entropy,
@@ -195,10 +194,9 @@ def loss_head(
         beta=settings.beta,
         alpha=settings.alpha,
     )
-    ids, limit = len(head.weight), settings.vocab_limit
+    ids, limit = len(model.get_output_embeddings().weight), settings.vocab_limit
     head_loss = HeadLoss.over_commonest(loss, rows, ids, limit, target_vocabulary)
-    bias = getattr(head, "bias", None)
-    return LossHead(head_loss, head.weight, bias, scale=logits.scale, softcap=logits.softcap)
+    return LossHead.of(model, head_loss)
 
 
 def _engine(

@@ -18,7 +18,7 @@ from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import Engine, TorchEngine, freeze_all_but
-from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
+from draftsmith.distill.head_loss import HeadLoss, LossHead
 from draftsmith.distill.losses import (
     Loss,
     Traces,
@@ -103,17 +103,9 @@ def masked_loss(
     dtype: torch.dtype = torch.float32,
 ) -> MaskedLoss:
     """The objective of a recipe for a frozen source; arguments as for `learn_masks`."""
-    logits = Projection.of(model)
-    ids, objective = len(logits.weight), settings.objective
+    ids, objective = len(model.get_output_embeddings().weight), settings.objective
     head_loss = HeadLoss.over_commonest(_OBJECTIVES[objective], rows, ids, settings.vocab_limit)
-    own = model.get_output_embeddings()
-    head = LossHead(
-        head_loss,
-        own.weight,
-        getattr(own, "bias", None),
-        scale=logits.scale,
-        softcap=logits.softcap,
-    )
+    head = LossHead.of(model, head_loss)
     return MaskedLoss(model, family, source, head, dtype, labels=objective == "ce")
 
 

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ SCHEMA = 1
 MOST_EPOCHS = 8
 # Seconds that the measurement of time may take, and steps that it makes at most.
 SECONDS, STEPS = 16.0, 8
-# Share of the free memory that allocators may keep: benchmarks/plan_memory.py measures up to 15 %
-# more than tensors take.
+# Share of the free memory that allocators may keep of what was freed; benchmarks/plan_memory.py
+# measures how much.
 RESERVE = 0.15
 # What a smaller run could be, if the recipe's own does not fit.
 LORA_RANK = 16
@@ -54,17 +54,9 @@ _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 class PlannedRun(Run):
     """A run whose models may lack their weights: config and tokenizer are enough to plan."""
 
-    @cached_property
-    def target(self) -> ModelRef:
-        """The target, found but not loaded."""
-        return find_config(self.recipe.target, self.allow_pickle)
-
-    @cached_property
-    def source(self) -> ModelRef:
-        """The model to prune."""
-        if self.recipe.source is None:
-            return self.target
-        return find_config(self.recipe.source, self.allow_pickle)
+    def find(self, spec: str) -> ModelRef:
+        """A model's config and tokenizer."""
+        return find_config(spec, self.allow_pickle)
 
 
 @dataclass(frozen=True)

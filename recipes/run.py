@@ -81,14 +81,18 @@ class Run:
     @cached_property
     def target(self) -> ModelRef:
         """The target, found but not loaded."""
-        return resolve(self.recipe.target, self.allow_pickle)
+        return self.find(self.recipe.target)
 
     @cached_property
     def source(self) -> ModelRef:
         """The model to prune."""
         if self.recipe.source is None:
             return self.target
-        return resolve(self.recipe.source, self.allow_pickle)
+        return self.find(self.recipe.source)
+
+    def find(self, spec: str) -> ModelRef:
+        """A model of the recipe."""
+        return resolve(spec, self.allow_pickle)
 
     @cached_property
     def source_model(self) -> Any:

@@ -159,6 +159,17 @@ def test_resumed_live_distillation_equals_one_that_was_left_alone(
     again, curve_again = run(tmp_path / "stopped" / "state")
     assert curve == curve_again
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+    # The step that was saved last is shown as well.
+    assert [e.step for e in shown_losses(tmp_path / "stopped" / LOGS)] == list(range(1, 9))
+
+
+def shown_losses(folder: Path) -> Any:
+    """What TensorBoard shows of the loss."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events.Scalars("loss")
 
 
 def lessons(on_policy: float, warmup: int = 0, seed: int = 0, teacher: Any = None) -> Lessons:
@@ -325,8 +336,6 @@ def test_a_live_target_is_in_memory_once(tiny_recipe: Path, tmp_path: Path) -> N
 
 
 def test_a_resumed_run_shows_every_figure_once(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     first = Logs(tmp_path, 1)
     for step in range(1, 6):
         first.add(step, {"loss": step})
@@ -336,7 +345,5 @@ def test_a_resumed_run_shows_every_figure_once(tmp_path: Path) -> None:
     for step in range(4, 8):
         second.add(step, {"loss": 10 * step})
     second.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    shown = {e.step: e.value for e in events.Scalars("loss")}
+    shown = {e.step: e.value for e in shown_losses(tmp_path)}
     assert shown == {1: 1, 2: 2, 3: 3, 4: 40, 5: 50, 6: 60, 7: 70}
