@@ -127,12 +127,89 @@ class ShapeSettings:
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
+class DomainSettings:
+    """One kind of text in a mixture."""
+
+    path: Annotated[
+        tuple[str, ...],
+        Field(
+            min_length=1,
+            description="files and folders (.jsonl, .jsonl.zst, .jsonl.gz, .parquet), or "
+            "hub:OWNER/NAME[/SUBSET][@SPLIT], which is streamed",
+        ),
+    ]
+    weight: Annotated[
+        PositiveFloat, Field(description="share of the tokens, over the sum of all weights")
+    ] = 1.0
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class MixtureSettings:
+    """RedPajama-like text by domain, packed into sequences of one length."""
+
+    domains: Annotated[
+        dict[str, DomainSettings], Field(min_length=1, description="name -> where, and how much")
+    ]
+    text_key: Annotated[str, Field(description="the field of a row that holds its text")] = "text"
+    sequence: Annotated[PositiveInt, Field(description="tokens of a packed sequence")] = 512
+    separate_documents: Annotated[
+        bool,
+        Field(
+            description="documents that share a sequence don't see one another, and each counts "
+            "its positions from 0"
+        ),
+    ] = True
+    shuffle_buffer: Annotated[
+        int, Field(ge=0, description="documents of a domain among which the next is drawn; 0: order")
+    ] = 256
+    held_out: Annotated[
+        PositiveInt,
+        Field(description="sequences of each domain that are kept to measure it, and never learned"),
+    ] = 8
+    update: Annotated[
+        Literal["none", "loss", "acceptance"],
+        Field(
+            description="how shares change: loss, towards domains whose loss is furthest above "
+            "their reference (LLM-Shearing); acceptance, towards those where the target would "
+            "accept least (needs teacher: live, and no reference)"
+        ),
+    ] = "none"
+    update_every: Annotated[PositiveInt, Field(description="steps between two updates")] = 50
+    update_rate: Annotated[
+        PositiveFloat, Field(description="factor of the excess in the exponent of an update")
+    ] = 1.0
+    reference: Annotated[
+        dict[str, PositiveFloat],
+        Field(description="domain -> loss in nats that update: loss compares with"),
+    ] = field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _reference_where_needed(self) -> "MixtureSettings":
+        if self.update == "loss" and set(self.reference) != set(self.domains):
+            raise ValueError(
+                f"reference: update: loss compares every domain; give a loss for each of "
+                f"{', '.join(sorted(self.domains))} and for no other, or set update: acceptance"
+            )
+        return self
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class PruneSettings:
     """Learnable-mask pruning of the source to an exact shape."""
 
     shape: Annotated[ShapeSettings, Field(description="the drafter's shape")] = field(
         default_factory=ShapeSettings
     )
+    draft_ms: Annotated[
+        PositiveFloat | None,
+        Field(
+            description="budget instead of counts: most milliseconds of a drafter's pass by the "
+            "table `latency`; what `shape` names stays fixed, the other axes share the budget"
+        ),
+    ] = None
+    latency: Annotated[
+        str | None, Field(description="table of measured latencies, from `draftsmith profile`")
+    ] = None
     axes: Annotated[
         tuple[Literal["layers", "kv_heads", "heads_per_group", "ffn", "hidden"], ...] | None,
         Field(description="axes that may be cut; default: those that the shape changes"),
@@ -153,6 +230,17 @@ class PruneSettings:
             "texts"
         ),
     ] = "kd"
+    teacher: Annotated[
+        Literal["traces", "live"],
+        Field(
+            description="of kd and acceptance: the top_n log-probabilities of the traces, or the "
+            "target itself, in memory"
+        ),
+    ] = "traces"
+    mixture: Annotated[
+        MixtureSettings | None,
+        Field(description="text to learn from instead of the target's own; none: the traces"),
+    ] = None
     steps: Annotated[PositiveInt, Field(description="mask training steps")] = 60
     warmup: Annotated[
         int, Field(ge=0, description="steps over which the wanted count falls to the shape's")
@@ -220,6 +308,41 @@ class PruneSettings:
             "false: fail instead"
         ),
     ] = True
+
+    @model_validator(mode="after")
+    def _budget_has_a_table(self) -> "PruneSettings":
+        if (self.draft_ms is None) != (self.latency is None):
+            raise ValueError(
+                "draft_ms and latency go together; give both (`draftsmith profile TARGET` writes "
+                "the table), or neither and a shape"
+            )
+        if self.draft_ms is not None and self.method != "masks":
+            raise ValueError(
+                f"draft_ms {self.draft_ms}: only learned masks share out a budget; give a shape, "
+                "or set method: masks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _target_where_needed(self) -> "PruneSettings":
+        if self.teacher == "live" and self.objective == "ce":
+            raise ValueError(
+                "teacher live: objective ce learns the tokens of the text alone; set objective: "
+                "kd or acceptance, or leave teacher out"
+            )
+        if self.mixture is None or self.teacher == "live":
+            return self
+        if self.objective != "ce":
+            raise ValueError(
+                f"objective {self.objective}: no trace tells what the target says of a mixture; "
+                "set teacher: live, or objective: ce"
+            )
+        if self.mixture.update == "acceptance":
+            raise ValueError(
+                "mixture.update acceptance: only the target itself can judge that; set teacher: "
+                "live and objective: kd or acceptance, or update: loss"
+            )
+        return self
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "PruneSettings":
