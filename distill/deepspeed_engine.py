@@ -118,6 +118,7 @@ class DeepSpeedEngine:
             config=_config(zero, clip),
         )
         self.ranks = Ranks(self._engine.device)
+        self.foreign_scale = float(self.ranks.world)
         self.steps_done = 0
 
     def __call__(self, *inputs: Any) -> Any:

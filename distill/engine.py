@@ -90,6 +90,8 @@ class Engine(Protocol):
     steps_done: int
     ranks: Ranks
     optimizer: torch.optim.Optimizer
+    # Factor of the gradients that `backward` leaves on parameters that aren't the engine's.
+    foreign_scale: float
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the module on this rank's micro-batch.
@@ -137,6 +139,7 @@ class TorchEngine:
     """
 
     zero = 0
+    foreign_scale = 1.0
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class TorchEngine:
         self.folder, self.clip = folder, clip
         self.module = nn.Module() if module is None else module
         self.scheduler = scheduler or LambdaLR(optimizer, lambda _: 1.0)
-        self.ranks = Ranks(next(iter(parameters.values())).device)
+        self.ranks = Ranks(next(iter((*parameters.values(), *self.module.parameters()))).device)
         self.steps_done = 0
 
     def __call__(self, *inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Memory of distillation, from counts alone: nothing is built, loaded or measured.
+"""Memory of training, from counts alone: nothing is built, loaded or measured.
 
 **What stays.** Weights are float32 (4 bytes), AdamW keeps two more float32 values for each that
 learns, a gradient is one more.
@@ -22,6 +22,12 @@ a half-precision copy of every projection's weight lives until the backward pass
 activation checkpointing only the block inputs (H) are kept, and one block at a time anew. Outside
 of blocks: the last norm, and the hidden states at the answers.
 
+**What masks add.** Pruning runs the whole source. A mask keeps its product with what it acts on,
+for each token: on heads Q; on the FFN F; on the residual stream, after every norm, H; of a whole
+block H, what the block added, or 2 H, if attention and FFN are cut apart. What a projection that
+learns reads, it keeps itself: there the products on the FFN cost nothing and, in float32, those
+after norms neither.
+
 **When it is the most** is one of a few moments of a step, see `moments`. Each is derived by adding
 up what is alive then; benchmarks/plan_memory.py compares the largest with measured peaks.
 
@@ -31,12 +37,12 @@ bucket of DeepSpeed's default size; stage 3 cuts the weights, but keeps up to it
 gathered parameters alive.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from draftsmith.checkpoints.families.base import DIMENSIONS, Family, template_of
+from draftsmith.checkpoints.families.base import DIMENSIONS, WITHIN, Axis, Family, template_of
 from draftsmith.checkpoints.layout import Layout, layout_of
 from draftsmith.checkpoints.shape import Shape, shape_of
 from draftsmith.distill.deepspeed_engine import WHOLE_BELOW
@@ -89,7 +95,7 @@ class Counts:
     Attributes:
         shape: its counts.
         parameters: each tensor once, without adapters.
-        adapters: parameters of adapters.
+        adapters: parameters of adapters, or of masks.
         learning: parameters that learn.
         whole: parameters in tensors that ZeRO-3 leaves whole.
         projections: parameters of the blocks' projections, which autocast copies.
@@ -97,6 +103,7 @@ class Counts:
         head_learns: whether the head's weight does.
         norm_learns: whether the last norm's gain does.
         block: what autograd keeps in each block.
+        width: bytes of a weight; less than a float32's only where none learns.
     """
 
     shape: Shape
@@ -109,6 +116,7 @@ class Counts:
     head_learns: bool
     norm_learns: bool
     block: Block
+    width: int = FLOAT
 
     @property
     def head(self) -> int:
@@ -222,7 +230,40 @@ def counts_of(config: Any, family: Family, settings: DistillSettings) -> Counts:
         tied=first != head,
         head_learns=first in free,
         norm_learns=not settings.lora_rank,
-        block=_block(layout, family, shape, settings, adapted),
+        block=_block(
+            layout, family, shape, not settings.lora_rank, frozenset(adapted), settings.lora_rank
+        ),
+    )
+
+
+def masked_counts(
+    config: Any, family: Family, axes: Collection[Axis], *, learn: bool, width: int = FLOAT
+) -> Counts:
+    """Count a source under masks, as `learn_masks` trains it.
+
+    Args:
+        config: the source's, uncut.
+        family: its table.
+        axes: that have masks.
+        learn: whether its weights learn too.
+        width: bytes of a weight that doesn't.
+    """
+    shape, layout = shape_of(config, family), layout_of(config, family)
+    own = {n: s for n, s in layout.shapes.items() if n in layout.trained - layout.aliases.keys()}
+    masks = sum(_mask_count(axis, shape) for axis in axes)
+    head = f"{family.head}.weight"
+    return Counts(
+        shape=shape,
+        parameters=layout.parameters(),
+        adapters=masks,
+        learning=masks + (layout.parameters() if learn else 0),
+        whole=sum(prod(s) for s in own.values() if prod(s) < WHOLE_BELOW),
+        projections=sum(prod(s) for n, s in own.items() if _in_block(n, family) and len(s) > 1),
+        tied=head in layout.aliases,
+        head_learns=learn,
+        norm_learns=learn,
+        block=_masked(_block(layout, family, shape, learn), layout, family, shape, axes, learn),
+        width=FLOAT if learn else width,
     )
 
 
@@ -255,7 +296,9 @@ def moments(counts: Counts, work: Work, zero: int = 0, processes: int = 1) -> It
     between = held if work.micro_batches > 1 or zero == 3 else 0
     kept = stay.activations + _kept(counts, work)
     head_gradient = _head_gradient(counts, work)
-    casts = 0 if work.width == FLOAT else work.width * (counts.projections + counts.adapters)
+    casts = 0
+    if work.width < counts.width:
+        casts = work.width * (counts.projections + counts.adapters)
     reading = stay.teacher + work.teacher.work
     yield replace(stay, moment="teacher", gradients=held if zero == 3 else 0, teacher=reading)
     yield replace(
@@ -280,9 +323,20 @@ def moments(counts: Counts, work: Work, zero: int = 0, processes: int = 1) -> It
     yield replace(stay, moment="replay", gradients=held if zero == 3 else 0, head=logits)
 
 
-def peak(counts: Counts, work: Work, zero: int = 0, processes: int = 1) -> Memory:
-    """The moment at which a process needs the most; arguments as `moments`."""
-    return max(moments(counts, work, zero, processes), key=lambda memory: memory.total)
+def peak(
+    counts: Counts, work: Work, zero: int = 0, processes: int = 1, *, replays: bool = True
+) -> Memory:
+    """The moment at which a process needs the most; arguments as `moments`.
+
+    Args:
+        counts: of the model.
+        work: of the process.
+        zero: ZeRO stage.
+        processes: that share the work.
+        replays: whether held-out rows are replayed between steps; masks are learned without.
+    """
+    found = moments(counts, work, zero, processes)
+    return max((m for m in found if replays or m.moment != "replay"), key=lambda m: m.total)
 
 
 def teacher_of(config: Any, family: Family, work: Work, parts: int = 1, reads: int = 0) -> Teacher:
@@ -343,13 +397,21 @@ def _block(
     layout: Layout,
     family: Family,
     shape: Shape,
-    settings: DistillSettings,
-    adapted: list[str],
+    learns: bool,
+    adapted: Collection[str] = (),
+    rank: int = 0,
 ) -> Block:
-    """Add up the table of the module's docstring for one block."""
-    names = [n for n in layout.shapes if _in_block(n, family) and template_of(n)[1] == 0]
-    dimensions = {n: family.tensors[template_of(n)[0]] for n in names if n.endswith(".weight")}
-    learns = not settings.lora_rank
+    """Add up the table of the module's docstring for one block.
+
+    Args:
+        layout: of the model.
+        family: its table.
+        shape: its shape.
+        learns: whether its weights do.
+        adapted: names of the projections that have an adapter.
+        rank: of the adapters.
+    """
+    dimensions = _dimensions(layout, family)
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     exact = shape.heads
     for dims in dimensions.values():
@@ -361,7 +423,7 @@ def _block(
     # Projections that stand in the same module and have the same width read the same tensor.
     inputs = {(name.rsplit(".", 2)[0], inner) for name, inner in reading.items()}
     wide = {"hidden": shape.hidden, "ffn": shape.ffn, "query": query}
-    ranks = settings.lora_rank * len(reading) if adapted else 0
+    ranks = rank * len(reading) if adapted else 0
     # SDPA keeps its output whoever reads it, and under autocast it is in half precision already;
     # adapters cast it, and what goes down, there and back.
     again = {"hidden"} if learns else {"hidden", "ffn", "query"}
@@ -374,21 +436,60 @@ def _block(
     )
 
 
+def _dimensions(layout: Layout, family: Family) -> dict[str, tuple[str, ...]]:
+    """Weight of the first block -> its dimensions."""
+    names = [n for n in layout.shapes if _in_block(n, family) and template_of(n)[1] == 0]
+    return {n: family.tensors[template_of(n)[0]] for n in names if n.endswith(".weight")}
+
+
+def _masked(
+    block: Block,
+    layout: Layout,
+    family: Family,
+    shape: Shape,
+    axes: Collection[Axis],
+    learns: bool,
+) -> Block:
+    """Add what masks keep in a block."""
+    exact, products, shared = block.exact, block.products, block.shared
+    if "ffn_layers" in axes:
+        products += 2 * shape.hidden
+    elif "layers" in axes:
+        exact += shape.hidden
+    if {"kv_heads", "heads_per_group"} & set(axes):
+        products += shape.heads * shape.head_dim
+    if "ffn" in axes and not learns:
+        products += shape.ffn
+    if "hidden" in axes:
+        norms = sum(dims == ("hidden",) for dims in _dimensions(layout, family).values())
+        exact += norms * shape.hidden
+        # What projections would have kept is what was masked.
+        shared = 0
+    return Block(exact, products, shared, block.cast)
+
+
+def _mask_count(axis: Axis, shape: Shape) -> int:
+    """Masks along an axis: those chosen within another have one for each of its entries."""
+    outer = WITHIN.get(axis)
+    count: int = getattr(shape, axis)
+    return count * (_mask_count(outer, shape) if outer else 1)
+
+
 def _part(elements: int, parts: int) -> int:
     return -(-elements // parts)
 
 
 def _weights(counts: Counts, work: Work, zero: int, processes: int) -> int:
-    """Bytes of the drafter's weights in one process."""
-    elements = counts.parameters + counts.adapters
+    """Bytes of the weights that are trained, or masked, in one process."""
+    own, more = counts.parameters, counts.adapters
     if work.columns is not None and work.columns < counts.shape.vocab and not counts.head_learns:
-        elements += work.columns * counts.shape.hidden
+        more += work.columns * counts.shape.hidden
     if zero in (1, 2):
-        elements += _part(counts.learning, processes)
+        more += _part(counts.learning, processes)
     if zero == 3:
-        cut = max(0, elements - counts.whole)
-        elements = counts.whole + _part(cut, processes) + min(cut, LIVE)
-    return FLOAT * elements
+        cut = max(0, own + more - counts.whole)
+        own, more = counts.whole + _part(cut, processes) + min(cut, LIVE), 0
+    return counts.width * own + FLOAT * more
 
 
 def _gradients(counts: Counts, work: Work, zero: int, processes: int) -> tuple[int, int]:
@@ -433,7 +534,7 @@ def _head_work(counts: Counts, work: Work) -> int:
     """
     columns, cast = _columns(counts, work), work.width != FLOAT
     picked = columns * counts.shape.hidden
-    live = bool(work.teacher.weights)
+    live = bool(work.teacher.work)
     planned = TargetLogits.copies if live else Traces.copies
     logits = chunk_tokens(work.answers, columns, copies=planned) * columns
     copies = _COPIES["live" if live else "traces"]

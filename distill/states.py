@@ -20,13 +20,14 @@ def states_at_answers(
 
     Args:
         body: a causal model without its head.
-        batch: padded rows.
+        batch: padded or packed rows.
         layers: whose inputs are wanted.
     """
+    ids, position_ids = _rows_for(body, batch)
     output = body(
-        input_ids=batch.ids,
+        input_ids=ids,
         attention_mask=_fitting(batch.mask, body),
-        position_ids=batch.position_ids,
+        position_ids=position_ids,
         use_cache=False,
         output_hidden_states=bool(layers),
     )
@@ -38,12 +39,24 @@ def states_at_answers(
     return at_answers(output.last_hidden_state), reads
 
 
-def _fitting(mask: Tensor, body: nn.Module) -> Tensor:
+def _rows_for(body: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """Ids and positions, [B, T]; for flash attention packed rows become one, [1, B·T].
+
+    Its kernels look for documents in a single row alone, where every row begins one.
+    """
+    config = getattr(body, "config", None)
+    flash = str(getattr(config, "_attn_implementation", "")).startswith("flash")
+    if batch.mask is None and batch.position_ids is not None and flash:
+        return batch.ids.reshape(1, -1), batch.position_ids.reshape(1, -1)
+    return batch.ids, batch.position_ids
+
+
+def _fitting(mask: Tensor | None, body: nn.Module) -> Tensor | None:
     """What transformers takes: 1 for tokens, or a mask in the dtype of the scores it is added to.
 
     Attention of any kind takes the latter.
     """
-    if mask.dim() == 2:
+    if mask is None or mask.dim() == 2:
         return mask
     dtype, device = next(body.parameters()).dtype, mask.device.type
     if torch.is_autocast_enabled(device):

@@ -1,5 +1,8 @@
 """Polishing a choice of layers: exchange a kept one for a cut one while that lowers the loss.
 
+Or of halves, where attention and FFN are cut apart: 2 l is the attention of layer l, 2 l + 1 its
+FFN, and kept ones alternate.
+
 Gradients through sampled masks are noisy where few layers are open, and the loss between layer
 sets is rugged (a drafter of layers 0, 1, 24, 29 of SmolLM2 starts at half the divergence of
 0, 1, 25, 29). So masks propose, and a search over single exchanges, exact and cheap since only
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 
 from draftsmith.data.progress import Progress
 
-Layers = tuple[int, ...]
+Parts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -19,43 +22,52 @@ class Exchanged:
     """What the search came to.
 
     Attributes:
-        layers: the set that no single exchange improves, or that the rounds ended with.
-        before: loss of the set that the masks chose.
-        after: loss of `layers`.
+        proposed: the set that the masks chose.
+        parts: the set that no single exchange improves, or that the rounds ended with.
+        before: loss of `proposed`.
+        after: loss of `parts`.
     """
 
-    layers: Layers
+    proposed: Parts
+    parts: Parts
     before: float
     after: float
 
 
-def exchange_layers(
-    layers: Layers, count: int, loss: Callable[[Layers], float], rounds: int
+def exchange_parts(
+    parts: Parts,
+    count: int,
+    loss: Callable[[Parts], float],
+    rounds: int,
+    *,
+    halves: bool = False,
 ) -> Exchanged:
     """Make the best single exchange, again and again.
 
     Args:
-        layers: kept at first, ascending.
-        count: layers of the source.
-        loss: of the source with only some layers open.
+        parts: kept at first, ascending.
+        count: of all.
+        loss: of the source with only some parts open.
         rounds: most exchanges.
+        halves: whether they are halves, which must alternate.
     """
-    best, best_loss = layers, loss(layers)
+    best, best_loss = parts, loss(parts)
     before = best_loss
-    tries = len(layers) * (count - len(layers))
+    tries = len(_neighbours(parts, count, halves))
     with Progress("exchange", rounds * tries, "sets") as progress:
         for _ in range(rounds):
             found, found_loss = best, best_loss
-            for candidate in _neighbours(best, count):
+            for candidate in _neighbours(best, count, halves):
                 if (value := loss(candidate)) < found_loss:
                     found, found_loss = candidate, value
                 progress.update(1, note=f"best {', '.join(map(str, found))}: {found_loss:.2f}")
             if found == best:
                 break
             best, best_loss = found, found_loss
-    return Exchanged(best, before, best_loss)
+    return Exchanged(parts, best, before, best_loss)
 
 
-def _neighbours(layers: Layers, count: int) -> list[Layers]:
-    cut = [layer for layer in range(count) if layer not in layers]
-    return [tuple(sorted({*layers} - {out} | {new})) for out in layers for new in cut]
+def _neighbours(parts: Parts, count: int, halves: bool) -> list[Parts]:
+    cut = [part for part in range(count) if part not in parts]
+    sets = [tuple(sorted({*parts} - {out} | {new})) for out in parts for new in cut]
+    return [s for s in sets if not halves or all(p % 2 == i % 2 for i, p in enumerate(s))]

@@ -1,5 +1,7 @@
 """The constraint that drives masks to a shape: a Lagrangian with a target that tightens."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ class Lagrangian:
         drafter: Shape,
         warmup: int,
         quadratic: float = 0.0,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Constrain `axes` to the counts of `drafter`, fully after `warmup` steps.
 
@@ -37,10 +40,12 @@ class Lagrangian:
             drafter: the shape to reach.
             warmup: steps over which the wanted share falls.
             quadratic: where λ₂ starts. Large, it makes the count follow at once and damps λ₁.
+            device: of the masks, so that no step waits for it.
         """
+        self._whole = {axis: getattr(source, axis) for axis in axes}
         self.shares = {axis: getattr(drafter, axis) / getattr(source, axis) for axis in axes}
         self.warmup = warmup
-        start = torch.tensor([0.0, quadratic])
+        start = torch.tensor([0.0, quadratic], device=device)
         self.multipliers: dict[Axis, Tensor] = {axis: start.clone() for axis in axes}
 
     def target(self, axis: Axis, step: int) -> float:
@@ -56,10 +61,27 @@ class Lagrangian:
             terms.append((linear * excess + quadratic * excess.square()).mean())
         return torch.stack(terms).sum()
 
+    def told(self, masks: LearnableMasks, step: int) -> dict[str, tuple[Tensor, float]]:
+        """What is constrained -> the expected count, and the one that is wanted at a step."""
+        told: dict[str, tuple[Tensor, float]] = {}
+        for axis, whole in self._whole.items():
+            expected = masks.expected_share(axis).detach().mean() * whole
+            told[axis] = expected, self.target(axis, step) * whole
+        return told
+
+    def state(self) -> dict[Axis, Tensor]:
+        """All that the next step depends on."""
+        return dict(self.multipliers)
+
+    def restore(self, state: Mapping[Axis, Tensor]) -> None:
+        """Go on from what `state` gave."""
+        for axis, saved in state.items():
+            self.multipliers[axis].copy_(saved)
+
     @torch.no_grad()
     def ascend(self, masks: LearnableMasks, step: int, rate: float) -> None:
         """Move the multipliers along their gradients."""
         for axis, multipliers in self.multipliers.items():
-            excess = (masks.expected_share(axis) - self.target(axis, step)).cpu()
+            excess = masks.expected_share(axis) - self.target(axis, step)
             multipliers += rate * torch.stack([excess.mean(), excess.square().mean()])
             multipliers.clamp_(-self.bound, self.bound)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from draftsmith.checkpoints.families.base import AXES, WITHIN, Axis, Family, Stack
 from draftsmith.checkpoints.shape import Shape
@@ -41,6 +42,11 @@ def sample(log_alpha: Tensor, noise: Tensor) -> Tensor:
     u = noise.clamp(_EPSILON, 1 - _EPSILON)
     s = torch.sigmoid((u.log() - (-u).log1p() + log_alpha) / BETA)
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0.0, 1.0)
+
+
+def deterministic(log_alpha: Tensor) -> Tensor:
+    """The z in [0, 1] of a mask without noise (Louizos et al. 2018, equation 13)."""
+    return (torch.sigmoid(log_alpha) * (ZETA - GAMMA) + GAMMA).clamp(0.0, 1.0)
 
 
 def probability_open(log_alpha: Tensor) -> Tensor:
@@ -77,6 +83,10 @@ class LearnableMasks(nn.Module):
             for axis in self.axes
         }
 
+    def gates(self) -> dict[Axis, Tensor]:
+        """The masks without noise, as after training."""
+        return {axis: deterministic(self.log_alpha[axis]) for axis in self.axes}
+
     def expected_share(self, axis: Axis) -> Tensor:
         """Expected kept share along an axis: [] for layers and hidden, else [layers, …]."""
         return probability_open(self.log_alpha[axis]).mean(-1)
@@ -87,30 +97,52 @@ class LearnableMasks(nn.Module):
         for parameter in self.log_alpha.values():
             parameter.clamp_(-LOG_ALPHA_BOUND, LOG_ALPHA_BOUND)
 
+    def parts(self, count: int) -> tuple[int, ...]:
+        """The blocks with the highest log alpha; ties are broken by index.
+
+        Where attention and FFN are cut apart, the halves with the highest sum that make blocks,
+        each an attention and an FFN of its layer or a later one: 2 l is the attention of layer l,
+        2 l + 1 its FFN.
+
+        Args:
+            count: blocks to keep.
+        """
+        attention = self.log_alpha["layers"].detach()
+        if "ffn_layers" not in self.axes:
+            return _top(attention, count)
+        ffn = self.log_alpha["ffn_layers"].detach()
+        return _alternating(torch.stack([attention, ffn], dim=1).flatten().tolist(), 2 * count)
+
     def select(
-        self, source: Shape, drafter: Shape, layers: tuple[int, ...] | None = None
+        self, source: Shape, drafter: Shape, parts: tuple[int, ...] | None = None
     ) -> Selection:
         """The indices with the highest log alpha, exactly as many as the shape wants.
 
-        Ties are broken by index. `layers` fixes the kept layers from outside.
+        Ties are broken by index. `parts` fixes the kept blocks or halves from outside.
         """
         values = {axis: p.detach() for axis, p in self.log_alpha.items()}
+        if parts is None and "layers" in values:
+            parts = self.parts(drafter.layers)
+        ffn_layers = None
+        if parts is not None and "ffn_layers" in values:
+            ffn_layers = [part // 2 for part in parts if part % 2]
+            parts = tuple(part // 2 for part in parts if not part % 2)
 
         def choose(axis: Axis, place: tuple[int, ...]) -> Iterable[int]:
-            if axis == "layers" and layers is not None:
-                return layers
+            if axis == "layers" and parts is not None:
+                return parts
             if axis not in values:
                 return range(getattr(source, axis))
             return _top(values[axis][place], getattr(drafter, axis))
 
-        selection: Selection = Selection.choose(source, choose)
+        selection: Selection = Selection.choose(source, choose, ffn_layers)
         return selection
 
 
 def hard_masks(selection: Selection, source: Shape) -> dict[Axis, Tensor]:
     """The 0/1 masks under which the source computes what the compact model computes."""
     masks: dict[Axis, Tensor] = {}
-    for axis in AXES:
+    for axis in (*AXES, "ffn_layers"):
         if getattr(source, axis) and getattr(selection, axis) is not None:
             masks[axis] = torch.zeros(mask_shape(axis, source))
             for place, kept in selection.places(axis):
@@ -152,6 +184,12 @@ def _apply_to_blocks(
                 hooks.callback(module.register_forward_pre_hook(_scale_input(z, module)).remove)
         if (z := _inner(masks, stack.layers, layer)) is None:
             continue
+        if "ffn_layers" in masks and stack.additions is not None:
+            halves = zip(stack.additions, (z, masks["ffn_layers"][layer]), strict=True)
+            for name, half in halves:
+                module = modules[name.format(layer=layer)]
+                hooks.callback(module.register_forward_hook(_scale_output(half)).remove)
+            continue
         block = modules[stack.block.format(layer=layer)]
         if stack.returns_more or not _skipped(hooks, block, z):
             hooks.callback(block.register_forward_hook(_scale_addition(z)).remove)
@@ -169,10 +207,15 @@ def _apply_to_stream(
         layers = range(getattr(shape, stack.layers)) if "{layer}" in template else range(1)
         for layer in layers:
             norm = modules[template.format(layer=layer)]
-            epsilon = float(getattr(norm, stack.norm_epsilon))
-            correct = _layer_norm_of_kept if stack.centred else _rms_norm_of_kept
-            hooks.callback(norm.register_forward_pre_hook(_scale_input(z)).remove)
-            hooks.callback(norm.register_forward_hook(correct(z, epsilon)).remove)
+            if stack.centred:
+                read, write = _scale_input(z), _layer_norm_of_kept(z)
+            else:
+                # Norm(c x) / c with c = √(width / kept) divides by the kept dimensions alone, and
+                # gives epsilon its weight.
+                c = (z.numel() / z.sum().clamp_min(_EPSILON)).sqrt()
+                read, write = _scale_input(z * c), _scale_output(1 / c)
+            hooks.callback(norm.register_forward_pre_hook(read).remove)
+            hooks.callback(norm.register_forward_hook(write).remove)
     if stack.post_norm:
         first = modules[stack.block.format(layer=0)]
         hooks.callback(first.register_forward_pre_hook(_scale_input(z)).remove)
@@ -183,6 +226,29 @@ def _apply_to_stream(
 def _top(values: Tensor, count: int) -> tuple[int, ...]:
     order = torch.sort(values, descending=True, stable=True).indices[:count]
     return tuple(sorted(order.tolist()))
+
+
+def _alternating(values: list[float], count: int) -> tuple[int, ...]:
+    """The ascending, alternately even and odd indices, even first, with the highest sum.
+
+    Args:
+        values: of all indices.
+        count: how many are wanted, an even number.
+    """
+    # best[c]: sum and indices of c chosen ones so far; of equal sums the earlier indices.
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for index, value in enumerate(values):
+        longer = [
+            (total + value, (*chosen, index))
+            for place, (total, chosen) in enumerate(best)
+            if place % 2 == index % 2 and place < count
+        ]
+        for total, chosen in longer:
+            if len(chosen) == len(best):
+                best.append((total, chosen))
+            elif total > best[len(chosen)][0]:
+                best[len(chosen)] = (total, chosen)
+    return best[count][1]
 
 
 def _inner(masks: Masks, axis: Axis, layer: int) -> Tensor | None:
@@ -214,13 +280,55 @@ def _skipped(hooks: ExitStack, block: nn.Module, z: Tensor) -> bool:
     return True
 
 
+class _Scaled(torch.autograd.Function):
+    """x · z, which keeps its result for the backward pass instead of x.
+
+    What reads the result keeps it anyway, so that a mask costs no memory: ∂z = Σ ∂y · y / z. Where
+    z is 0 it gets no gradient; a hard-concrete 0 has none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor) -> Tensor:
+        y = x * z
+        ctx.save_for_backward(y, z)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        y, z = ctx.saved_tensors
+        of_x, of_z = ctx.needs_input_grad
+        summed = (gradient * y).sum_to_size(z.shape) / z if of_z else None
+        return (
+            gradient * z if of_x else None,
+            None if summed is None else summed.where(z != 0, torch.zeros_like(z)),
+        )
+
+
+def _scaled(x: Tensor, z: Tensor) -> Tensor:
+    scaled: Tensor = _Scaled.apply(x, z.to(x.dtype))
+    return scaled
+
+
 def _scale_input(z: Tensor, module: nn.Module | None = None) -> Callable[..., Any]:
     """Multiply a module's first input; a head's value covers all its channels."""
-    width = z.numel() if module is None else int(module.weight.shape[1])  # type: ignore[index]
+    # Of the module, for a weight may lie in parts elsewhere (ZeRO 3).
+    width = z.numel() if module is None else int(module.in_features)  # type: ignore[arg-type]
     wide = z.repeat_interleave(width // z.numel())
 
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0] * wide.to(args[0].dtype), *args[1:])
+        return (_scaled(args[0], wide), *args[1:])
+
+    return hook
+
+
+def _scale_output(z: Tensor) -> Callable[..., Any]:
+    """Multiply what a module computes; what else it returns stays."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_scaled(output[0], z), *output[1:])
+        return _scaled(output, z)
 
     return hook
 
@@ -253,24 +361,7 @@ def _close_tokens(z_V: Tensor) -> Callable[..., Any]:
     return hook
 
 
-def _rms_norm_of_kept(z: Tensor, epsilon: float) -> Callable[..., Any]:
-    """Correct an RMS norm that divided by the full width: only kept dimensions count.
-
-    The masked input is zero elsewhere, so its sum of squares is right; the divisor, and with it
-    epsilon's weight, is not.
-    """
-
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x = args[0].float()
-        squares = x.square().sum(-1, keepdim=True)
-        wrong = (squares / x.shape[-1] + epsilon).rsqrt()
-        right = (squares / z.float().sum() + epsilon).rsqrt()
-        return output * (right / wrong).to(output.dtype)
-
-    return hook
-
-
-def _layer_norm_of_kept(z: Tensor, epsilon: float) -> Callable[..., Any]:
+def _layer_norm_of_kept(z: Tensor) -> Callable[..., Any]:
     """Replace a LayerNorm's statistics by those of the kept dimensions.
 
     Its output is not zero where its input is, so the mask acts on it once more.
@@ -281,7 +372,7 @@ def _layer_norm_of_kept(z: Tensor, epsilon: float) -> Callable[..., Any]:
         count = kept.sum()
         centred = x - x.sum(-1, keepdim=True) / count
         variance = (kept * centred.square()).sum(-1, keepdim=True) / count
-        normal = centred * (variance + epsilon).rsqrt()
+        normal = centred * (variance + float(module.eps)).rsqrt()
         affine = normal * module.weight.float() + module.bias.float()  # type: ignore[operator]
         return (affine * kept).to(output.dtype)
 

@@ -1,7 +1,6 @@
 """Learning which parts of the source to keep, so that the rest still speaks like the target."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,40 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.checkpoints.devices import autocast
-from draftsmith.checkpoints.families.base import Family
+from draftsmith.checkpoints.families.base import Axis, Family
 from draftsmith.checkpoints.shape import Shape, changed_axes
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.progress import Progress, say
 from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import TraceRow
-from draftsmith.distill.batches import Batch, BatchStream, collate
-from draftsmith.distill.engine import Engine, TorchEngine, freeze_all_but
-from draftsmith.distill.head_loss import HeadLoss, LossHead
-from draftsmith.distill.losses import (
-    Loss,
-    Traces,
-    cross_entropy,
-    forward_kl,
-    total_variation,
-)
-from draftsmith.distill.states import hidden_at_answers
+from draftsmith.distill.deepspeed_engine import make_engine
+from draftsmith.distill.engine import Engine, Ranks, TorchEngine, diverged, freeze_all_but
+from draftsmith.distill.teacher import Teacher
 from draftsmith.distill.train import mean_over_step, recompute_activations
 from draftsmith.errors import DraftsmithError
-from draftsmith.prune.exchange import Exchanged, Layers, exchange_layers
+from draftsmith.prune.budget import DRAFT_MS, Budget, BudgetLagrangian, shape_within
+from draftsmith.prune.exchange import Exchanged, Parts, exchange_parts
 from draftsmith.prune.lagrangian import Lagrangian
-from draftsmith.prune.masks import LearnableMasks, Masks, applied, hard_masks
+from draftsmith.prune.masks import LearnableMasks, hard_masks
+from draftsmith.prune.objective import Objective
+from draftsmith.prune.text import Text, TraceText
+from draftsmith.prune.trajectory import Trajectory
 from draftsmith.recipes.schema import PruneSettings
+
+Goal = Shape | Budget
+Constraint = Lagrangian | BudgetLagrangian
 
 # A count that is off by less than this, or this share of it, is a matter of rounding.
 _CONVERGED, _CONVERGED_SHARE = 0.5, 0.02
-# Rows on which sets of layers are compared.
-_EXCHANGE_ROWS = 12
-_OBJECTIVES: dict[str, Loss] = {
-    "kd": forward_kl,
-    "acceptance": total_variation,
-    "ce": cross_entropy,
-}
+
+
+@dataclass(frozen=True)
+class Snapped:
+    """What the exact shape costs, against masks that may be between 0 and 1.
+
+    Attributes:
+        before: loss of a token under the masks as they had been learned, without noise.
+        after: under the hard masks of what is kept, before any layer is exchanged.
+    """
+
+    before: float
+    after: float
 
 
 @dataclass(frozen=True)
@@ -52,193 +55,239 @@ class Pruning:
     Attributes:
         selection: what is kept.
         expected: axis -> expected count when training ended (mean over layers).
-        history: per step: loss, and the expected count of each axis.
+        trajectory: what they went through; none: nothing was learned.
+        shares: how those of a mixture's domains changed; empty without a mixture.
+        snapped: loss before and after the exact shape.
         exchanged: what exchanging layers changed, if it was asked for.
     """
 
     selection: Selection
     expected: dict[str, float]
-    history: list[dict[str, float]]
+    trajectory: Trajectory | None = None
+    shares: Sequence[Mapping[str, Any]] = ()
+    snapped: Snapped | None = None
     exchanged: Exchanged | None = None
 
 
-@dataclass(frozen=True)
-class MaskedLoss:
-    """The recipe's objective for the masked source, on the target's texts.
+class MaskOptimizer:
+    """Adam over the masks, which are whole and equal in every process.
 
-    Attributes:
-        labels: learn the tokens of the text, and not the distributions of its traces.
+    Apart from the weights' engine, which may cut what is its own into parts.
     """
 
-    model: Any
-    family: Family
-    source: Shape
-    head: LossHead
-    dtype: torch.dtype
-    labels: bool = False
+    def __init__(self, masks: LearnableMasks, rate: float, clip: float | None) -> None:
+        """Set up; gradients come from backward passes."""
+        self._masks, self._clip = masks, clip
+        # Little momentum: it carries the masks past the constraint.
+        self._adam = torch.optim.Adam(masks.parameters(), lr=rate, betas=(0.5, 0.95))
 
-    def acting(self, masks: Masks) -> AbstractContextManager[None]:
-        """Within it masks act on the source.
+    def step(self, ranks: Ranks, scale: float = 1.0) -> None:
+        """Add up the gradients of all processes, and update.
 
-        A backward pass belongs inside as well: activations that are computed again must be masked
-        as they were.
+        Args:
+            ranks: of the processes.
+            scale: what their gradients were multiplied by.
+
+        Raises:
+            DraftsmithError: a gradient is not a number; nothing was updated.
         """
-        return applied(self.model, self.family, self.source, masks)
+        for parameter in self._masks.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= scale
+            ranks.add_up(parameter.grad)
+        most = float("inf") if self._clip is None else self._clip
+        norm = nn.utils.clip_grad_norm_(self._masks.parameters(), most)
+        if not torch.isfinite(norm):
+            raise diverged(int(self._adam.state_dict()["state"][0]["step"]) + 1, self._adam)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        self._masks.clamp()
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """Sum over the batch's answer tokens."""
-        with autocast(self.model, self.dtype):
-            hidden_AH = hidden_at_answers(self.model, batch)
-            signal = Traces.of_labels(batch.labels) if self.labels else batch.traces
-            loss: Tensor = self.head(hidden_AH, signal)
-            return loss
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on."""
+        return {"masks": self._masks.state_dict(), "adam": self._adam.state_dict()}
 
-
-def masked_loss(
-    model: Any,
-    family: Family,
-    source: Shape,
-    rows: Sequence[TraceRow],
-    settings: PruneSettings,
-    dtype: torch.dtype = torch.float32,
-) -> MaskedLoss:
-    """The objective of a recipe for a frozen source; arguments as for `learn_masks`."""
-    ids, objective = len(model.get_output_embeddings().weight), settings.objective
-    head_loss = HeadLoss.over_commonest(_OBJECTIVES[objective], rows, ids, settings.vocab_limit)
-    head = LossHead.of(model, head_loss)
-    return MaskedLoss(model, family, source, head, dtype, labels=objective == "ce")
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._masks.load_state_dict(state["masks"])
+        self._adam.load_state_dict(state["adam"])
 
 
 def learn_masks(
     model: Any,
     family: Family,
     source: Shape,
-    drafter: Shape,
+    goal: Goal,
     rows: Sequence[TraceRow],
     settings: PruneSettings,
     *,
     seed: int,
     state: Path,
     dtype: torch.dtype = torch.float32,
+    teacher: Teacher | None = None,
+    text: Text | None = None,
 ) -> Pruning:
-    """Train masks against the target's traces, and weights where the recipe says so.
+    """Train masks, and weights where the recipe says so.
+
+    In as many processes as were launched; all of them call it with the same arguments.
 
     Args:
         model: the source; its weights change only with `weights_lr`.
         family: its table.
         source: its shape.
-        drafter: the shape to reach.
-        rows: trace rows to learn from.
+        goal: the shape to reach, or the milliseconds.
+        rows: trace rows.
         settings: the recipe's `prune`.
         seed: of the noise and the order of the rows.
         state: folder of the saves.
         dtype: of the matrix products.
+        teacher: the target; none: the traces say what it would.
+        text: to learn from; none: the traces.
 
     Raises:
         DraftsmithError: the masks did not converge, and `snap` is off.
     """
-    axes = changed_axes(source, drafter)
+    axes = goal.axes if isinstance(goal, Budget) else changed_axes(source, goal)
     if not axes:
-        return Pruning(Selection.of_layers(source, range(source.layers)), {}, [])
+        return Pruning(Selection.of_layers(source, range(source.layers)), {})
+    if settings.apart:
+        axes = (*axes, "ffn_layers")
     learning = [name for name, _ in model.named_parameters()] if settings.weights_lr else []
     weights = freeze_all_but(model, learning)
     recompute_activations(model, settings.checkpoint_activations)
     # Else activations are not computed again.
     model.train(bool(learning) or settings.checkpoint_activations)
-    loss = masked_loss(model, family, source, rows, settings, dtype)
+    objective = Objective.of(model, family, source, rows, settings, dtype, teacher)
     masks = LearnableMasks(axes, source, settings.init_log_alpha).to(model.device)
-    lagrangian = Lagrangian(axes, source, drafter, settings.warmup, settings.penalty)
-    stream = BatchStream(rows, settings.batch, settings.max_length, seed)
-    engine = _engine(masks, weights, settings, state)
-    history = _train(engine, masks, lagrangian, loss, stream, drafter, settings, seed)
+    constraint = _constraint(goal, axes, source, settings, model.device)
+    text = text or TraceText(rows, settings, seed)
+    engine = _engine(objective.student, weights.values(), settings, state)
+    trajectory = _train(engine, masks, constraint, objective, text, settings, seed)
+    engine.finish()
     recompute_activations(model, False)
     model.eval()
-    expected = expected_counts(masks, source)
-    _check_convergence(expected, drafter, snap=settings.snap)
-    selection, exchanged = masks.select(source, drafter), None
-    if settings.exchange and "layers" in axes:
-        exchanged = _exchange(masks, selection, loss, stream, drafter, settings)
-        selection = masks.select(source, drafter, exchanged.layers)
-    return Pruning(selection, expected, history, exchanged)
+    return _choose(masks, goal, constraint, objective, text, settings, trajectory)
+
+
+def _constraint(
+    goal: Goal,
+    axes: tuple[Axis, ...],
+    source: Shape,
+    settings: PruneSettings,
+    device: torch.device,
+) -> Constraint:
+    """What drives the masks to the goal."""
+    if isinstance(goal, Budget):
+        return BudgetLagrangian(goal, settings.warmup, settings.penalty, device)
+    return Lagrangian(axes, source, goal, settings.warmup, settings.penalty, device)
 
 
 def _engine(
-    masks: LearnableMasks,
-    weights: Mapping[str, nn.Parameter],
-    settings: PruneSettings,
-    state: Path,
-) -> TorchEngine:
-    """One optimizer for masks and weights, at rates of their own."""
-    own = dict(masks.named_parameters())
-    # Little momentum: it carries the masks past the constraint.
-    groups = [{"params": list(own.values()), "lr": settings.mask_lr, "betas": (0.5, 0.95)}]
-    if weights:
-        groups.append({"params": list(weights.values()), "lr": settings.weights_lr})
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-    return TorchEngine({**own, **weights}, optimizer, state, clip=settings.clip)
+    student: nn.Module, weights: Iterable[nn.Parameter], settings: PruneSettings, state: Path
+) -> Engine:
+    """For the weights, if they learn; frozen ones are whole in every process."""
+    groups = [{"params": list(weights)}]
+    optimizer = torch.optim.Adam(groups, lr=settings.weights_lr, betas=(0.9, 0.95))
+    if settings.weights_lr:
+        return make_engine(student, optimizer, state, clip=settings.clip, zero=settings.zero)
+    return TorchEngine({}, optimizer, state, module=student)
 
 
 def _train(
-    engine: TorchEngine,
+    engine: Engine,
     masks: LearnableMasks,
-    lagrangian: Lagrangian,
-    loss: MaskedLoss,
-    stream: BatchStream,
-    drafter: Shape,
+    constraint: Constraint,
+    objective: Objective,
+    text: Text,
     settings: PruneSettings,
     seed: int,
-) -> list[dict[str, float]]:
-    """The training loop; returns loss and expected counts of every step.
+) -> Trajectory:
+    """The training loop.
 
-    Masks and multipliers are whole and equal in every process; rows are shared out.
+    Masks and multipliers are whole and equal in every process; micro-batches are shared out.
     """
-    history = _resume(engine, lagrangian)
-    device = loss.model.device
+    optimizer = MaskOptimizer(masks, settings.mask_lr, settings.clip)
+    trajectory = Trajectory(objective.source, settings.steps)
+    parts: dict[str, Any] = {
+        "masks": optimizer,
+        "multipliers": constraint,
+        "trajectory": trajectory,
+        "text": text,
+    }
+    _restore(parts, engine.load())
     with Progress("masks", settings.steps, "steps", done=engine.steps_done) as progress:
-        while engine.steps_done < settings.steps:
-            step, ranks = engine.steps_done, engine.ranks
-            first = step * settings.accumulate
-            mine = ranks.share(range(first, first + settings.accumulate))
-            micro = [stream[number].to(device) for number in mine]
-            tokens, mean = ranks.total(sum(batch.tokens for batch in micro)), 0.0
+        while (step := engine.steps_done) < settings.steps:
+            micro = [batch.to(objective.device) for batch in text.of_step(step, engine.ranks)]
+            tokens, mean = engine.ranks.total(sum(batch.tokens for batch in micro)), 0.0
             for batch in micro:
+                lesson = objective.lesson(batch)
                 # Drawn anew, and alike: each backward pass needs a graph of its own.
-                z = masks.sample(_generator(seed, step, device))
-                with loss.acting(z):
-                    value = mean_over_step(loss(batch), tokens)
-                    engine.backward(value + lagrangian.penalty(masks, step) / settings.accumulate)
-                mean += float(value.detach())
+                with objective.acting(masks.sample(_generator(seed, step, objective.device))):
+                    loss = mean_over_step(engine(batch, lesson), tokens)
+                    penalty = constraint.penalty(masks, step) / settings.accumulate
+                    engine.backward(loss + penalty)
+                mean += float(loss.detach())
+            optimizer.step(engine.ranks, engine.foreign_scale)
             engine.step()
-            masks.clamp()
-            lagrangian.ascend(masks, step, settings.lambda_lr)
-            counts = expected_counts(masks, loss.source)
-            history.append({"loss": ranks.total(mean), **counts})
+            constraint.ascend(masks, step, settings.lambda_lr)
+            mean, told = engine.ranks.total(mean), constraint.told(masks, step)
+            trajectory.record(step, masks, constraint, mean, told)
+            text.after(step, masks, objective, engine.ranks)
             if engine.steps_done % settings.save_every == 0 and engine.steps_done < settings.steps:
-                engine.save({"history": history, "multipliers": dict(lagrangian.multipliers)})
-            progress.update(1, note=_note(history[-1], drafter))
-    return history
+                engine.save({name: part.state() for name, part in parts.items()})
+            progress.update(1, note=_note(mean, told))
+    return trajectory
 
 
-def _exchange(
+def _choose(
     masks: LearnableMasks,
-    selection: Selection,
-    loss: MaskedLoss,
-    stream: BatchStream,
-    drafter: Shape,
+    goal: Goal,
+    constraint: Constraint,
+    objective: Objective,
+    text: Text,
     settings: PruneSettings,
-) -> Exchanged:
-    """Polish the choice of layers on a fixed sample of rows."""
-    device = loss.model.device
-    sample = collate(stream.rows[:_EXCHANGE_ROWS], settings.max_length).to(device)
+    trajectory: Trajectory,
+) -> Pruning:
+    """What is kept, exactly as the goal wants it, and what that costs."""
+    source, expected = objective.source, expected_counts(masks, objective.source)
+    off = not_converged(constraint.told(masks, settings.steps))
+    if off and not settings.snap:
+        raise DraftsmithError(
+            f"the masks have not converged ({off}); raise prune.steps or prune.lambda_lr, or "
+            "allow prune.snap: true to cut to the shape by the masks' order"
+        )
+    drafter = shape_within(expected, goal) if isinstance(goal, Budget) else goal
+    selection, exchanged = masks.select(source, drafter), None
+    loss_of = _loss_of_parts(masks, drafter, objective, text)
+    parts = masks.parts(drafter.layers) if "layers" in masks.axes else ()
+    snapped = Snapped(loss_of(None), loss_of(parts))
+    if off:
+        say(
+            f"masks have not converged ({off}); cut to the exact shape by their order: loss "
+            f"{snapped.before:.2f} → {snapped.after:.2f}"
+        )
+    if settings.exchange and "layers" in masks.axes:
+        count, rounds = source.layers * (2 if settings.apart else 1), settings.exchange
+        exchanged = exchange_parts(parts, count, loss_of, rounds, halves=settings.apart)
+        selection = masks.select(source, drafter, exchanged.parts)
+    return Pruning(selection, expected, trajectory, text.history(), snapped, exchanged)
 
-    @torch.inference_mode()
-    def loss_of(layers: Layers) -> float:
-        hard = hard_masks(masks.select(loss.source, drafter, layers), loss.source)
-        z = {axis: value.to(device) for axis, value in hard.items() if axis in masks.axes}
-        with loss.acting(z):
-            return float(loss(sample)) / sample.tokens
 
-    return exchange_layers(selection.layers, loss.source.layers, loss_of, settings.exchange)
+def _loss_of_parts(
+    masks: LearnableMasks, drafter: Shape, objective: Objective, text: Text
+) -> Callable[[Parts | None], float]:
+    """Kept parts -> loss of a token on a fixed sample; None: the masks as they are, no noise."""
+    batches = [batch.to(objective.device) for batch in text.sample()]
+    source = objective.source
+
+    def loss_of(parts: Parts | None) -> float:
+        if parts is None:
+            return objective.under(masks.gates(), batches)
+        hard = hard_masks(masks.select(source, drafter, parts or None), source)
+        return objective.under({a: hard[a].to(objective.device) for a in masks.axes}, batches)
+
+    return loss_of
 
 
 @torch.no_grad()
@@ -250,11 +299,24 @@ def expected_counts(masks: LearnableMasks, source: Shape) -> dict[str, float]:
     }
 
 
-def _resume(engine: Engine, lagrangian: Lagrangian) -> list[dict[str, float]]:
-    extra = engine.load()
-    lagrangian.multipliers.update(extra.get("multipliers", {}))
-    history: list[dict[str, float]] = extra.get("history", [])
-    return history
+def not_converged(told: Mapping[str, tuple[Tensor, float]]) -> str:
+    """What is not as it is wanted, with both numbers; empty if everything is.
+
+    Args:
+        told: by a constraint, of the last step.
+    """
+    return ", ".join(
+        f"{name}: {float(expected):.2f} expected, {wanted:g} wanted"
+        for name, (expected, wanted) in told.items()
+        if abs(float(expected) - wanted)
+        > max(0.0 if name == DRAFT_MS else _CONVERGED, _CONVERGED_SHARE * wanted)
+    )
+
+
+def _restore(parts: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Go on from a save; nothing for a fresh start."""
+    for name, state in saved.items():
+        parts[name].restore(state)
 
 
 def _generator(seed: int, step: int, device: torch.device) -> torch.Generator:
@@ -262,29 +324,6 @@ def _generator(seed: int, step: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(derived_seed(seed, step))
 
 
-def _check_convergence(expected: dict[str, float], drafter: Shape, *, snap: bool) -> None:
-    off = {}
-    for axis, count in expected.items():
-        wanted = getattr(drafter, axis)
-        if abs(count - wanted) > max(_CONVERGED, _CONVERGED_SHARE * wanted):
-            off[axis] = count
-    if not off:
-        return
-    numbers = ", ".join(
-        f"{a}: {n:.2f} expected, {getattr(drafter, a)} wanted" for a, n in off.items()
-    )
-    if not snap:
-        raise DraftsmithError(
-            f"the masks have not converged ({numbers}); raise prune.steps or prune.lambda_lr, or "
-            "allow prune.snap: true to cut to the shape by the masks' order"
-        )
-    say(f"masks have not converged ({numbers}); cut to the exact shape by their order")
-
-
-def _note(last: dict[str, float], drafter: Shape) -> str:
-    counts = ", ".join(
-        f"{axis} {count:.1f} → {getattr(drafter, axis)}"
-        for axis, count in last.items()
-        if axis != "loss"
-    )
-    return f"loss {last['loss']:.2f}, {counts}"
+def _note(loss: float, told: Mapping[str, tuple[Tensor, float]]) -> str:
+    counts = (f"{name} {float(now):.1f} → {wanted:.1f}" for name, (now, wanted) in told.items())
+    return f"loss {loss:.2f}, {', '.join(counts)}"

@@ -2,22 +2,70 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat, TypeAdapter
 
 from draftsmith.checkpoints import provenance
 from draftsmith.checkpoints.formats import local_path, resolve
 from draftsmith.checkpoints.inspection import inspect_checkpoint, inspect_pair
 from draftsmith.checkpoints.pair import check_pair
+from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.files import PARTIAL
 from draftsmith.data.traces import INDEX, TraceStore
 from draftsmith.errors import RequestError
 from draftsmith.prune.compact import read_masks
+from draftsmith.prune.plots import check_plot_file, plot_trajectory
+from draftsmith.prune.trajectory import CLOSED, OPEN, Trajectory
+from draftsmith.prune.trajectory import FILE as TRAJECTORY
 from draftsmith.recipes.run import MASKS, SCORE, STAGES
 
 Plain = dict[str, Any]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Shares of an axis' masks that are open, and closed."""
+
+    open: Share
+    closed: Share
+
+
+@dataclass(frozen=True)
+class ExchangedParts:
+    """What exchanging layers, or halves of layers, changed.
+
+    Attributes:
+        before: loss of the set that the masks chose.
+        after: loss of the set that is kept.
+        proposed: the set that the masks chose; None: not stated.
+        parts: the set that is kept; None: not stated.
+    """
+
+    before: FiniteFloat
+    after: FiniteFloat
+    proposed: tuple[int, ...] | None = None
+    parts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a masks file may say of how its choice came about.
+
+    Attributes:
+        expected: axis -> expected count when learning ended.
+        decided: axis -> how sure its masks were.
+        exchanged: what exchanging layers changed.
+    """
+
+    expected: dict[str, FiniteFloat] = field(default_factory=dict)
+    decided: dict[str, Decided] = field(default_factory=dict)
+    exchanged: ExchangedParts | None = None
 
 
 def inspect(spec: str, target: str | None = None, allow_pickle: bool = False) -> Plain:
@@ -62,17 +110,103 @@ def _not_a_checkpoint(path: Path) -> Plain | None:
 
 
 def _masks(path: Path) -> Plain:
-    masks = read_masks(path)
+    masks, learned = read_masks(path), _learned(path)
+    kept, trajectory = masks.selection, _trajectory(path)
+    decided = {axis: asdict(shares) for axis, shares in learned.decided.items()}
+    if not decided and trajectory is not None:
+        decided = trajectory.decided()
     return {
         "kind": "masks",
         "path": str(path),
         "family": masks.family,
         "source_shape": asdict(masks.source),
-        "shape": asdict(masks.selection.shape(masks.source)),
-        "layers": list(masks.selection.layers),
-        "encoder_layers": list(masks.selection.encoder_layers),
+        "shape": asdict(kept.shape(masks.source)),
+        "layers": list(kept.layers),
+        "ffn_layers": None if kept.ffn_layers is None else list(kept.ffn_layers),
+        "kv_heads": [list(heads) for heads in kept.kv_heads],
+        "query_heads": _query_heads(kept, masks.source.heads_per_group),
+        "cross_heads": [list(heads) for heads in kept.cross_heads],
+        "encoder_layers": list(kept.encoder_layers),
+        "encoder_heads": [list(heads) for heads in kept.encoder_heads],
         "method": masks.method,
+        "expected": learned.expected,
+        "decided": decided,
+        "exchanged": None if learned.exchanged is None else _lists(asdict(learned.exchanged)),
+        "trajectory": None if trajectory is None else _course(trajectory),
     }
+
+
+def _learned(path: Path) -> Learned:
+    """The part of a masks file that `compact` doesn't need.
+
+    Raises:
+        RequestError: it is damaged.
+    """
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        told = {key: plain[key] for key in ("expected", "decided", "exchanged") if key in plain}
+        return TypeAdapter(Learned).validate_json(json.dumps(told), strict=True)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split()[:24])
+        raise RequestError(f"{path}: not a masks file ({reason}); give a masks.json") from None
+
+
+def _trajectory(masks: Path) -> Trajectory | None:
+    """What was recorded beside a masks file; published ones have nothing."""
+    path = masks.with_name(TRAJECTORY)
+    return Trajectory.read(path) if path.is_file() else None
+
+
+def _course(trajectory: Trajectory) -> Plain:
+    """What a trajectory holds; a loss that is no number is null."""
+    first, last = trajectory.loss[0].item(), trajectory.loss[-1].item()
+    return {
+        "steps": trajectory.steps,
+        "samples": trajectory.samples,
+        "first_loss": first if isfinite(first) else None,
+        "last_loss": last if isfinite(last) else None,
+    }
+
+
+def _query_heads(kept: Selection, per_group: int) -> list[list[int]]:
+    """For each kept layer, the kept query heads in the source's numbering."""
+    return [
+        [
+            group * per_group + head
+            for group, heads in zip(groups, inner, strict=True)
+            for head in heads
+        ]
+        for groups, inner in zip(kept.kv_heads, kept.heads_per_group, strict=True)
+    ]
+
+
+def _lists(plain: Plain) -> Plain:
+    """Tuples as lists, as JSON has them."""
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
+
+
+def plot_masks(spec: str, file: Path) -> None:
+    """Draw what masks learned.
+
+    Args:
+        spec: the folder of a prune stage, a file in it, or the folder of its run.
+        file: the picture, `.png` or `.svg`.
+
+    Raises:
+        RequestError: there is no trajectory, it is damaged, or the picture can't be written there.
+    """
+    check_plot_file(file, "--plot")
+    path = local_path(spec)
+    places = (path, path.parent, path / "pruned")
+    folder = next((p for p in places if (p / TRAJECTORY).is_file()), None)
+    if folder is None:
+        raise RequestError(
+            f"--plot {file}: {spec} holds no {TRAJECTORY}: masks that were published alone and "
+            "baselines have no history; give the folder of a prune stage that learned masks"
+        )
+    masks = folder / MASKS
+    selection = read_masks(masks).selection if masks.is_file() else None
+    plot_trajectory(Trajectory.read(folder / TRAJECTORY), file, selection)
 
 
 def _traces(path: Path) -> Plain:
@@ -204,12 +338,84 @@ def _axes(found: Mapping[str, Any]) -> Any:
 def _show_masks(found: Mapping[str, Any]) -> Iterator[Any]:
     facts = {
         "method": str(found["method"]),
-        "layers kept": ", ".join(map(str, found["layers"])),
-        "encoder layers": ", ".join(map(str, found["encoder_layers"])),
+        "learned": _learning(found["trajectory"]),
+        "layers kept": _ranges(found["layers"]),
+        "FFNs kept": _ranges(found["ffn_layers"] or ()),
+        "encoder layers": _ranges(found["encoder_layers"]),
+        "exchanged": _exchange(found["exchanged"], halves=found["ffn_layers"] is not None),
         "from": _counts(found["source_shape"]),
         "to": _counts(found["shape"]),
     }
     yield _facts(found, "masks", {k: v for k, v in facts.items() if v})
+    yield _heads(found, "layers", ("kv_heads", "query_heads", "cross_heads"))
+    if found["encoder_layers"]:
+        yield _heads(found, "encoder_layers", ("encoder_heads",))
+    if found["expected"]:
+        yield _convergence(found)
+
+
+def _learning(course: Mapping[str, Any] | None) -> str:
+    if course is None:
+        return ""
+    first, last = (_figure(course[key]) for key in ("first_loss", "last_loss"))
+    return f"in {course['steps']:,} steps, loss {first} → {last}"
+
+
+def _exchange(exchanged: Mapping[str, Any] | None, *, halves: bool) -> str:
+    """Which layers went for which others; of halves, even ones are attention, odd ones FFNs."""
+    if exchanged is None:
+        return ""
+    losses = f"loss {_figure(exchanged['before'])} → {_figure(exchanged['after'])}"
+    if exchanged["proposed"] is None or exchanged["parts"] is None:
+        return losses
+    before, after = set(exchanged["proposed"]), set(exchanged["parts"])
+    if before == after:
+        return f"nothing: no exchange lowers the {losses.partition(' →')[0]}"
+    went, came = (_parts(sorted(parts), halves) for parts in (before - after, after - before))
+    return f"{went} for {came}: {losses}"
+
+
+def _parts(parts: list[int], halves: bool) -> str:
+    if not halves:
+        return f"layers {_ranges(parts)}"
+    return ", ".join(f"{('attention', 'FFN')[part % 2]} {part // 2}" for part in parts)
+
+
+def _heads(found: Mapping[str, Any], layers: str, kinds: tuple[str, ...]) -> Any:
+    """Kept heads; layers that keep the same are one row."""
+    from rich.table import Table
+
+    shape = found["source_shape"]
+    counts = shape | {"query_heads": shape["kv_heads"] * shape["heads_per_group"]}
+    kinds = tuple(kind for kind in kinds if counts[kind])
+    rows: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for layer, *heads in zip(found[layers], *(found[kind] for kind in kinds), strict=True):
+        row = (_of(kept, counts[kind]) for kind, kept in zip(kinds, heads, strict=True))
+        rows[tuple(row)].append(layer)
+    table = Table(_title(layers), box=None, pad_edge=False, title="Heads kept")
+    table.title_justify = "left"
+    for kind in kinds:
+        table.add_column(_title(kind))
+    for cells, numbers in rows.items():
+        table.add_row(_ranges(numbers), *cells)
+    return table
+
+
+def _convergence(found: Mapping[str, Any]) -> Any:
+    """Expected counts against those that came out, and how sure the masks were."""
+    from rich.table import Table
+
+    title = "Masks when learning ended"
+    table = Table("axis", box=None, pad_edge=False, title=title, title_justify="left")
+    for name in ("from", "expected", "kept", f"z > {OPEN}", f"z < {CLOSED}"):
+        table.add_column(name, justify="right")
+    for axis, expected in found["expected"].items():
+        shares = found["decided"].get(axis)
+        sure = ["" if shares is None else f"{shares[key]:.0%}" for key in ("open", "closed")]
+        counts = (found[shape].get(axis) for shape in ("source_shape", "shape"))
+        old, new = ("" if count is None else f"{count:,}" for count in counts)
+        table.add_row(axis, old, f"{expected:,.2f}", new, *sure)
+    return table
 
 
 def _show_traces(found: Mapping[str, Any]) -> Iterator[Any]:
@@ -277,6 +483,29 @@ def _origin(found: Mapping[str, Any]) -> dict[str, str]:
         "made by": f"draftsmith {versions['draftsmith']}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}{seed}"
     }
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, neighbours as ranges: `0-3, 7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
+
+
+def _of(kept: list[int], count: int) -> str:
+    return f"all {count}" if len(kept) == count else _ranges(kept)
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ").replace("kv", "KV")
+
+
+def _figure(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.3f}"
 
 
 def _counts(shape: Mapping[str, int]) -> str:

@@ -1,9 +1,11 @@
 """A plan as tables of at most 100 columns."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftsmith.recipes.planning import Fit, Plan, gb
+from draftsmith.recipes.fits import Fit, Text, gb
+from draftsmith.recipes.planning import Plan
+from draftsmith.recipes.prune_plan import DomainText, PrunePlan
 
 
 def render(planned: Plan) -> Any:
@@ -11,39 +13,92 @@ def render(planned: Plan) -> Any:
     from rich.console import Group
     from rich.text import Text as Line
 
-    warnings = [Line(f"warning: {text}", "yellow") for text in planned.warnings]
+    prune = planned.prune
     return Group(
         *_facts(planned),
-        _memory_table(planned),
-        *_verdict(planned),
+        *(_prune_lines(prune) if prune else ()),
+        *_stage_facts("distill", _distill_facts(planned)),
+        _memory_table("distill", planned.fits),
+        *_verdict("distill", planned.chosen, planned.changes),
         *_time_lines(planned),
-        *warnings,
+        *(Line(f"warning: {text}", "yellow") for text in planned.all_warnings),
     )
 
 
 def _facts(planned: Plan) -> Iterator[Any]:
+    counts, device = planned.counts, planned.device
+    adapters = f" ({counts.adapters:,} of adapters)" if counts.adapters else ""
+    yield from _stage_facts(
+        f"plan for {planned.recipe}",
+        {
+            "drafter": str(counts.shape),
+            "parameters": f"{counts.parameters:,}; {counts.learning:,} learn{adapters}",
+            "device": f"{device.name}, {gb(device.available)} free of {gb(device.memory)}",
+            "products": f"in {planned.dtype}",
+        },
+    )
+
+
+def _stage_facts(title: str, facts: dict[str, str]) -> Iterator[Any]:
     from rich.table import Table
 
-    counts, text, device = planned.counts, planned.text, planned.device
-    table = Table(box=None, pad_edge=False, show_header=False, title=f"plan for {planned.recipe}")
+    table = Table(box=None, pad_edge=False, show_header=False, title=title)
     table.title_justify = "left"
-    table.add_row("drafter", str(counts.shape))
-    adapters = f" ({counts.adapters:,} of adapters)" if counts.adapters else ""
-    table.add_row("parameters", f"{counts.parameters:,}; {counts.learning:,} learn{adapters}")
-    settings = planned.settings
-    table.add_row(
-        "step",
-        f"{settings.accumulate} x {settings.batch} rows of up to {text.longest} tokens, products "
-        f"in {planned.dtype}",
-    )
-    source = "in the traces" if text.measured else "from the recipe, with the longest answers"
-    table.add_row(
-        "text",
-        f"{text.answer_tokens:,} answer tokens {source}; {settings.steps:,} steps ask for "
-        f"{text.asked_tokens:,}: {text.epochs:.1f} epochs",
-    )
-    table.add_row("device", f"{device.name}, {gb(device.available)} free of {gb(device.memory)}")
+    for name, fact in facts.items():
+        table.add_row(name, fact)
     yield table
+
+
+def _distill_facts(planned: Plan) -> dict[str, str]:
+    settings, text = planned.settings, planned.text
+    return {
+        "step": f"{settings.accumulate} x {settings.batch} rows of up to {text.longest} tokens",
+        "text": _text_fact(text, settings.steps),
+    }
+
+
+def _text_fact(text: Text, steps: int) -> str:
+    source = "in the traces" if text.measured else "from the recipe, with the longest answers"
+    return (
+        f"{text.answer_tokens:,} answer tokens {source}; {steps:,} steps ask for "
+        f"{text.asked_tokens:,}: {text.epochs:.1f} epochs"
+    )
+
+
+def _prune_lines(prune: PrunePlan) -> Iterator[Any]:
+    settings, counts = prune.settings, prune.counts
+    weights = "its weights learn too" if settings.weights_lr else "its weights stay as they are"
+    facts = {
+        "source": f"{counts.shape}",
+        "masks": f"{counts.adapters:,} on {', '.join(prune.axes)}; {weights}",
+        "step": f"{settings.accumulate} x {settings.batch} rows of up to {prune.length} tokens",
+    }
+    if prune.text is not None:
+        facts["text"] = _text_fact(prune.text, settings.steps)
+    else:
+        facts["text"] = f"{settings.steps:,} steps ask for {prune.asked_tokens:,} tokens"
+    yield from _stage_facts("prune", facts)
+    if prune.domains:
+        yield _domain_table(prune.domains)
+    yield _memory_table("prune", prune.fits)
+    yield from _verdict("prune", prune.chosen, prune.changes)
+
+
+def _domain_table(domains: Sequence[DomainText]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("domain")
+    table.add_column("tokens asked", justify="right")
+    table.add_column("there", justify="right")
+    table.add_column("", overflow="fold")
+    for domain in domains:
+        there = "?" if domain.tokens is None else f"{domain.tokens:,}"
+        if domain.tokens is not None and domain.tokens >= domain.asked:
+            there = "enough"
+        note = domain.note if domain.here else "not here (see below)"
+        table.add_row(domain.name, f"{domain.asked:,}", there, note)
+    return table
 
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "head", "teacher")
@@ -56,11 +111,11 @@ _SHORT = {
 }
 
 
-def _memory_table(planned: Plan) -> Any:
+def _memory_table(stage: str, fits: Sequence[Fit]) -> Any:
     from rich.table import Table
 
-    host = planned.fits[0].on_host
-    title = "memory of one process at its peak, in GB"
+    host = fits[0].on_host
+    title = f"{stage}: memory of one process at its peak, in GB"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in (*_PARTS, "traces"):
@@ -68,26 +123,25 @@ def _memory_table(planned: Plan) -> Any:
     table.add_column("total", justify="right")
     table.add_column("free", justify="right")
     table.add_column("fits")
-    for fit in planned.fits:
+    for fit in fits:
         cells = [_short_gb(getattr(fit.memory, name)) for name in _PARTS]
         traces = _short_gb(fit.traces) if host else "(host)"
         ends = (_short_gb(fit.total), _short_gb(fit.available), _fits(fit))
-        mark = "→ " if fit.chosen and len(planned.fits) > 1 else ""
+        mark = "→ " if fit.chosen and len(fits) > 1 else ""
         table.add_row(mark + fit.name, *cells, traces, *ends, style="bold" if fit.chosen else "")
     return table
 
 
-def _verdict(planned: Plan) -> Iterator[Any]:
+def _verdict(stage: str, own: Fit, changes: Sequence[Fit]) -> Iterator[Any]:
     from rich.text import Text as Line
 
-    own = planned.chosen
     words = {"yes": "fits", "tight": "hardly fits", "no": "does not fit"}[_fits(own)]
     yield Line(
-        f"{own.name}: {words}; {gb(own.total)} of {gb(max(0, own.available))}, the most "
+        f"{stage}, {own.name}: {words}; {gb(own.total)} of {gb(max(0, own.available))}, the most "
         f"{_MOMENTS[own.memory.moment]}",
         "bold",
     )
-    for change in planned.changes:
+    for change in changes:
         yield Line(f"would fit with {change.name}: {gb(change.total)}")
 
 

@@ -1,13 +1,14 @@
-"""`draftsmith plan`: will the distill stage fit, is there text enough, and how long does it take?
+"""`draftsmith plan`: will the stages fit, is there text enough, and how long does it take?
 
 Everything but the time comes from configs, tokenizer and recipe alone: no weights are read.
 """
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from draftsmith.checkpoints.shape import Shape
 from draftsmith.data.traces import TraceRow, TraceStore, id_dtype
 from draftsmith.distill.estimate import (
     Counts,
-    Memory,
     Teacher,
     Work,
     counts_of,
@@ -31,8 +31,19 @@ from draftsmith.distill.estimate import (
 )
 from draftsmith.distill.trace import Prompts
 from draftsmith.errors import RequestError
+from draftsmith.recipes.fits import (
+    RESERVE,
+    Device,
+    Fit,
+    Text,
+    gb,
+    plain_fit,
+    that_fit,
+    way_name,
+)
+from draftsmith.recipes.prune_plan import PrunePlan, plan_prune
 from draftsmith.recipes.run import Run, check, stage_keys
-from draftsmith.recipes.schema import DistillSettings
+from draftsmith.recipes.schema import DistillSettings, PruneSettings
 
 SCHEMA = 1
 # Beyond so many epochs repeated text teaches hardly more (Muennighoff et al. 2023: up to four are
@@ -40,9 +51,6 @@ SCHEMA = 1
 MOST_EPOCHS = 8
 # Seconds that the measurement of time may take, and steps that it makes at most.
 SECONDS, STEPS = 16.0, 8
-# Share of the free memory that allocators may keep of what was freed; benchmarks/plan_memory.py
-# measures how much.
-RESERVE = 0.15
 # What a smaller run could be, if the recipe's own does not fit.
 LORA_RANK = 16
 
@@ -56,79 +64,12 @@ class PlannedRun(Run):
 
     def find(self, spec: str) -> ModelRef:
         """A model's config and tokenizer."""
-        return find_config(spec, self.allow_pickle)
+        key = "target" if spec == self.recipe.target else "source"
+        return find_config(spec, self.allow_pickle, f"-s {key}=FOLDER")
 
-
-@dataclass(frozen=True)
-class Text:
-    """The text to learn from.
-
-    Attributes:
-        measured: whether it comes from traces that are there; else from the recipe alone.
-        rows: texts to train on.
-        longest: tokens of the longest, prompt included, none beyond max_length.
-        mean_answer: mean answer tokens of a row.
-        answer_tokens: of all rows.
-        asked_rows: rows that the recipe's steps take, all micro-batches together.
-        memory: bytes of the traces in the host's memory, in each process.
-    """
-
-    measured: bool
-    rows: int
-    longest: int
-    mean_answer: float
-    answer_tokens: int
-    asked_rows: int
-    memory: int
-
-    @property
-    def asked_tokens(self) -> int:
-        """Answer tokens that the recipe's steps take."""
-        return round(self.asked_rows * self.mean_answer)
-
-    @property
-    def epochs(self) -> float:
-        """How often each row is seen."""
-        return self.asked_rows / max(1, self.rows)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One way to run the stage, and whether it fits.
-
-    Attributes:
-        name: what a person calls it.
-        zero: ZeRO stage; 0: plain torch.
-        processes: that share a step.
-        chosen: whether it is what the recipe says for so many processes.
-        memory: of one process on its device, at the worst moment.
-        traces: bytes of the host's memory for traces, in one process.
-        available: bytes that one process may take on its device.
-    """
-
-    name: str
-    zero: int
-    processes: int
-    chosen: bool
-    memory: Memory
-    traces: int
-    available: int
-    on_host: bool
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device; on a CPU the traces lie there too."""
-        return self.memory.total + (self.traces if self.on_host else 0)
-
-    @property
-    def fits(self) -> bool:
-        """Whether that is there."""
-        return self.total <= self.available
-
-    @property
-    def tight(self) -> bool:
-        """Whether it fits, but leaves less than allocators may keep of what was freed."""
-        return self.fits and self.total > (1 - RESERVE) * self.available
+    def prune_files(self) -> dict[str, Path]:
+        """None: what is missing is told, not refused."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -157,36 +98,6 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Device:
-    """What one process has.
-
-    Attributes:
-        kind: `cpu` or `cuda`.
-        name: as its maker calls it.
-        memory: bytes of one device, or of the host.
-        available: of which nobody uses so many now.
-        host_available: of the host's memory.
-        own: bytes of the host's memory that this process uses, mostly libraries.
-    """
-
-    kind: str
-    name: str
-    memory: int
-    available: int
-    host_available: int
-    own: int
-
-    def share(self, processes: int) -> int:
-        """Bytes that each of so many processes may add: all share a CPU's memory.
-
-        A further process needs the libraries that this one has loaded.
-        """
-        if self.kind != "cpu":
-            return self.available
-        return (self.available + self.own) // processes - self.own
-
-
-@dataclass(frozen=True)
 class Plan:
     """All that `draftsmith plan` says.
 
@@ -196,7 +107,8 @@ class Plan:
         dtype: of matrix products.
         device: what there is.
         text: what is learned from.
-        fits: ways to run the stage.
+        fits: ways to run the distill stage.
+        prune: the same of the prune stage; none where nothing is learned there.
         changes: what would fit, where the recipe's own way does not.
         time: none with `--check`, or where it was not measured.
         warnings: in words.
@@ -209,6 +121,7 @@ class Plan:
     device: Device
     text: Text
     fits: tuple[Fit, ...]
+    prune: PrunePlan | None = None
     changes: tuple[Fit, ...] = ()
     time: Time | None = None
     warnings: tuple[str, ...] = field(default=())
@@ -217,6 +130,11 @@ class Plan:
     def chosen(self) -> Fit:
         """The recipe's own way."""
         return next(fit for fit in self.fits if fit.chosen)
+
+    @property
+    def all_warnings(self) -> tuple[str, ...]:
+        """Those of pruning first."""
+        return (*(self.prune.warnings if self.prune else ()), *self.warnings)
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON: bytes, seconds and counts."""
@@ -239,15 +157,16 @@ class Plan:
                 "asked_tokens": text.asked_tokens,
                 "epochs": text.epochs,
             },
-            "memory": [_plain_fit(fit) for fit in self.fits],
-            "changes": [_plain_fit(fit) for fit in self.changes],
+            "prune": None if self.prune is None else self.prune.to_plain(),
+            "memory": [plain_fit(fit) for fit in self.fits],
+            "changes": [plain_fit(fit) for fit in self.changes],
             "time": None if self.time is None else asdict(self.time),
-            "warnings": list(self.warnings),
+            "warnings": list(self.all_warnings),
         }
 
 
 def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
-    """Say what the distill stage needs.
+    """Say what the prune and distill stages need.
 
     Args:
         run: of the recipe, a `PlannedRun` if weights may be missing.
@@ -269,7 +188,8 @@ def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
     shape, device = check(run), device_now()
     config, family = drafter_config(run, shape)
     rows = trace_rows(run)
-    text = text_of(run, rows, shape.vocab)
+    text = text_of(run, rows, shape.vocab, settings)
+    pruning_text = text_of(run, rows, shape.vocab, run.recipe.prune)
     case = _Case(run, config, family, text, device)
     ways = [(0, 1)] if processes == 1 else [(0, 1), *((z, processes) for z in (1, 2, 3))]
     own = (0, 1) if processes == 1 else (settings.zero, processes)
@@ -282,22 +202,27 @@ def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
         device,
         text,
         fits,
+        plan_prune(run, shape, device, processes, pruning_text),
     )
     if not planned.chosen.fits or planned.chosen.tight:
-        planned = replace(planned, changes=_that_fit(case.changes(*own)))
+        planned = replace(planned, changes=that_fit(case.changes(*own)))
     taken = None
     if measure and planned.chosen.fits and settings.teacher == "traces":
         some = rows or synthetic_rows(settings, text, shape.vocab, run.recipe.trace.top_n)
         taken = measure_time(run, config, family, some, processes)
-    return replace(planned, time=taken, warnings=tuple(_warnings(planned, measure)))
+    warnings = (*_not_here(run, processes), *_warnings(planned, measure))
+    return replace(planned, time=taken, warnings=warnings)
 
 
-def _that_fit(ways: Iterable[Fit]) -> tuple[Fit, ...]:
-    return tuple(fit for fit in ways if fit.fits and not fit.tight)
-
-
-def find_config(spec: str, allow_pickle: bool = False) -> ModelRef:
+def find_config(
+    spec: str, allow_pickle: bool = False, folder_option: str = "-s target=FOLDER"
+) -> ModelRef:
     """Find a model as `resolve` does, but be content with its config and tokenizer.
+
+    Args:
+        spec: as for `resolve`.
+        allow_pickle: as for `resolve`.
+        folder_option: how a local folder is given instead, for errors.
 
     Raises:
         RequestError: they are not there; or there are weights, and these are damaged.
@@ -306,14 +231,14 @@ def find_config(spec: str, allow_pickle: bool = False) -> ModelRef:
         return resolve(spec, allow_pickle)
     folder = local_path(spec)
     if not folder.exists() and spec.count("/") == 1:
-        folder = _hub_config(spec, folder)
+        folder = _hub_config(spec, folder, folder_option)
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     if weights or not (folder / "config.json").is_file():
         return replace(resolve(str(folder), allow_pickle), spec=spec)
     return ModelRef(spec, folder)
 
 
-def _hub_config(spec: str, missing: Path) -> Path:
+def _hub_config(spec: str, missing: Path, folder_option: str) -> Path:
     """The folder of a hub model's small files, from the cache if it has them."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -330,7 +255,7 @@ def _hub_config(spec: str, missing: Path) -> Path:
         reason = next(iter(str(error).strip().splitlines()), repr(error))
         raise RequestError(
             f"{spec}: no such folder, and the hub did not give its config ({reason}); check the "
-            "name, the network and `hf auth login`, or give a local folder"
+            f"name, the network and `hf auth login`, or give a local folder: {folder_option}"
         ) from None
 
 
@@ -365,13 +290,21 @@ def trace_rows(run: Run) -> list[TraceRow]:
     return TraceStore(folder).rows("train")
 
 
-def text_of(run: Run, rows: Sequence[TraceRow], vocab: int) -> Text:
+def text_of(
+    run: Run, rows: Sequence[TraceRow], vocab: int, settings: DistillSettings | PruneSettings
+) -> Text:
     """What there is to learn from, from the traces or, before there are any, from the recipe.
 
     Before, every answer is taken to be `max_new_tokens` long: rows are fewer than they may turn
     out, and epochs more.
+
+    Args:
+        run: of the recipe.
+        rows: of its traces.
+        vocab: ids of the drafter.
+        settings: of the stage that reads them.
     """
-    settings, trace = run.recipe.distill, run.recipe.trace
+    trace = run.recipe.trace
     asked = settings.steps * settings.accumulate * settings.batch
     if rows:
         lengths = [min(len(row.tokens), settings.max_length) for row in rows]
@@ -386,7 +319,9 @@ def text_of(run: Run, rows: Sequence[TraceRow], vocab: int) -> Text:
     # With the chat template around it, and real prompts as long as they are.
     prompt = Prompts(run.recipe.data, trace.batch, run.tokenizer, run.recipe.seed).longest
     longest = min(settings.max_length, prompt + trace.max_new_tokens)
-    mean = max(1, longest - prompt)
+    # Few self-written prompts come near their bound.
+    usual = prompt - _SPARE * run.recipe.data.prompt_tokens * (run.recipe.data.source == "self")
+    mean = max(1, min(trace.max_new_tokens, settings.max_length - usual))
     kept = round(trace.tokens * (1 - trace.validation_share))
     count = max(1, kept // trace.max_new_tokens)
     each = trace.top_n * (np.dtype(id_dtype(vocab)).itemsize + 2) + 8
@@ -394,6 +329,8 @@ def text_of(run: Run, rows: Sequence[TraceRow], vocab: int) -> Text:
     return Text(False, count, longest, float(mean), count * mean, asked, _TWICE * size)
 
 
+# The bound of a self-written prompt allows each of its tokens to become so many more.
+_SPARE = 3
 # Training and validation rows are views of shards that each split reads for itself.
 _TWICE = 2
 
@@ -421,7 +358,7 @@ class _Case:
         work = self.work(settings, processes)
         memory = peak(counts_of(self.config, self.family, settings), work, zero, processes)
         return Fit(
-            name or _way(zero, processes),
+            name or way_name(zero, processes),
             zero,
             processes,
             chosen,
@@ -586,8 +523,16 @@ def _gpus(settings: DistillSettings) -> int:
     return found if found and settings.accumulate % found == 0 else 1
 
 
-def _way(zero: int, processes: int) -> str:
-    return f"ZeRO {zero}, {processes} processes" if zero else "one process"
+def _not_here(run: Run, processes: int) -> Iterator[str]:
+    """What stages need that a person can still bring."""
+    try:
+        run.data_files()
+    except RequestError as error:
+        yield f"{error}; the traces need it"
+    if run.recipe.trace.engine == "vllm" and find_spec("vllm") is None:
+        yield "recipe.trace.engine: vllm: not installed here; pip install vllm"
+    if processes > 1 and find_spec("deepspeed") is None:
+        yield "DeepSpeed is not installed here; pip install draftsmith[deepspeed]"
 
 
 def _warnings(planned: Plan, measure: bool) -> Iterator[str]:
@@ -614,26 +559,3 @@ def _warnings(planned: Plan, measure: bool) -> Iterator[str]:
         yield "time was not measured, since it does not fit"
     elif measure and planned.settings.teacher == "live":
         yield "time was not measured: a live target's forward pass would have to be loaded"
-
-
-def _plain_fit(fit: Fit) -> dict[str, Any]:
-    memory = asdict(fit.memory)
-    moment = memory.pop("moment")
-    return {
-        "name": fit.name,
-        "zero": fit.zero,
-        "processes": fit.processes,
-        "chosen": fit.chosen,
-        "moment": moment,
-        **{f"{name}_bytes": count for name, count in memory.items()},
-        "traces_bytes": fit.traces,
-        "total_bytes": fit.total,
-        "available_bytes": fit.available,
-        "fits": fit.fits,
-        "tight": fit.tight,
-    }
-
-
-def gb(count: int) -> str:
-    """Bytes in words."""
-    return f"{count / 1e9:,.2f} GB"

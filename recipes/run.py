@@ -29,6 +29,7 @@ from draftsmith.checkpoints.shape import Shape, resolve_shape
 from draftsmith.data.chat import prompt_inputs, user_turn
 from draftsmith.data.corpus import corpus_files
 from draftsmith.data.files import PARTIAL, fingerprint, publish, storage, write_json, write_text
+from draftsmith.data.mixture import check_mixture, local_files
 from draftsmith.data.processes import is_main, launched_processes
 from draftsmith.data.progress import say
 from draftsmith.data.traces import TraceStore
@@ -39,10 +40,13 @@ from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from draftsmith.distill.teacher import Teacher
+    from draftsmith.prune.budget import Budget
+    from draftsmith.prune.text import MixtureText
 
 _KEY = "stage-key"
 _STATE = "state"
 MASKS = "masks.json"
+SHARES = "shares.json"
 SCORE = "score.json"
 
 
@@ -132,6 +136,20 @@ class Run:
             return {n: f for p in data.path for n, f in prompt_inputs(p).items()}
         return {}
 
+    def prune_files(self) -> dict[str, Path]:
+        """Files that masks learn from, or are measured by."""
+        settings = self.recipe.prune
+        found = {} if settings.latency is None else {settings.latency: Path(settings.latency)}
+        if missing := [name for name, path in found.items() if not path.exists()]:
+            raise RequestError(
+                f"recipe.prune.latency: {missing[0]}: there is no such file; `draftsmith profile` "
+                "on the source writes it"
+            )
+        if settings.mixture is not None:
+            for path in local_files(settings.mixture):
+                found[str(path)] = path
+        return found
+
 
 def check(run: Run) -> Shape:
     """Refuse what can't work before any weight is loaded; returns the drafter's shape.
@@ -150,7 +168,7 @@ def check(run: Run) -> Shape:
     family, source = describe(config, run.source)
     require_decoder(family, run.source.spec)
     prune = run.recipe.prune
-    shape = resolve_shape(source, asdict(prune.shape), family, prune.axes)
+    _, shape = goal_of(run, family, source)
     check_method(prune.method, source, shape)
     target = load_configs(run.target)
     target_family, target_shape = describe(target.config, run.target)
@@ -193,6 +211,24 @@ def _check_distill(
     _check_domains(run)
 
 
+def _check_mixture(run: Run) -> None:
+    """Refuse a mixture that lacks text, or has sequences longer than the source takes."""
+    settings = run.recipe.prune
+    if (mixture := settings.mixture) is None or settings.method != "masks":
+        return
+    config = load_config(run.source)
+    family, _ = describe(config, run.source)
+    context = getattr(config, family.config.context or "", None)
+    if context is not None and mixture.sequence > context:
+        raise RequestError(
+            f"recipe.prune.mixture.sequence: {mixture.sequence}: {run.source.spec} tells "
+            f"{context} positions apart; make it at most that"
+        )
+    tokens = settings.steps * settings.accumulate * settings.batch * mixture.sequence
+    if is_main():
+        check_mixture(mixture, run.tokenizer, tokens)
+
+
 def _check_domains(run: Run) -> None:
     """Refuse weights of domains that finished traces don't have."""
     weights, folder = run.recipe.distill.domain_weights, run.folder("traces")
@@ -203,6 +239,23 @@ def _check_domains(run: Run) -> None:
                 f"recipe.distill.domain_weights: no trace is of {', '.join(unknown)}; the traces "
                 f"have {', '.join(map(repr, known))}"
             )
+
+
+def goal_of(run: Run, family: Family, source: Shape) -> "tuple[Shape | Budget, Shape]":
+    """What pruning is to reach, and the largest shape that may come out.
+
+    Raises:
+        RequestError: the shape is impossible, or the budget.
+    """
+    settings = run.recipe.prune
+    if settings.latency is None:
+        shape = resolve_shape(source, asdict(settings.shape), family, settings.axes)
+        return shape, shape
+    from draftsmith.accept.latency_table import LatencyTable
+    from draftsmith.prune.budget import Budget
+
+    budget = Budget.of(settings, source, family, LatencyTable.read(Path(settings.latency)))
+    return budget, budget.start
 
 
 def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
@@ -222,7 +275,10 @@ def run_stages(run: Run, names: tuple[str, ...] | None = None) -> bool:
         from draftsmith.distill.trace import check_engine
 
         check_engine(run.recipe.trace, run.target)
-    say(f"drafter: {shape}")
+    if "prune" in {stage.name for stage in due}:
+        _check_mixture(run)
+    limit = run.recipe.prune.draft_ms
+    say(f"drafter: {shape}" if limit is None else f"drafter: at most {limit:g} ms of {shape}")
     with storage(run.out):
         run.out.mkdir(parents=True, exist_ok=True)
     for stage in due:
@@ -362,7 +418,10 @@ def _traces(run: Run, folder: Path) -> None:
 
 
 def _prune(run: Run, folder: Path) -> None:
+    import torch
+
     from draftsmith.checkpoints.slicing import compact_model
+    from draftsmith.prune import plots, trajectory
     from draftsmith.prune.baselines import (
         select_at_random,
         select_by_activations,
@@ -371,15 +430,26 @@ def _prune(run: Run, folder: Path) -> None:
     from draftsmith.prune.train import Pruning, learn_masks
 
     settings = run.recipe.prune
-    # Weights that learn are not those by which the target is scored.
-    model = load_model(run.source) if settings.weights_lr else run.source_model
+    # Weights that learn are not those by which the target is scored, and are float32 everywhere.
+    learning = load_model(run.source, dtype=torch.float32) if settings.weights_lr else None
+    model = run.source_model if learning is None else learning
     family, source = describe(model.config, run.source)
-    shape = resolve_shape(source, asdict(settings.shape), family, settings.axes)
+    goal, shape = goal_of(run, family, source)
     rows, seed = TraceStore(run.folder("traces")).rows("train"), run.recipe.seed
     if settings.method == "masks":
         state = folder / _STATE
         result = learn_masks(
-            model, family, source, shape, rows, settings, seed=seed, state=state, dtype=run.dtype
+            model,
+            family,
+            source,
+            goal,
+            rows,
+            settings,
+            seed=seed,
+            state=state,
+            dtype=run.dtype,
+            teacher=_mask_teacher(run),
+            text=_mixture(run),
         )
     elif settings.method in ("block-influence", "importance"):
         chosen = select_by_activations(
@@ -393,17 +463,22 @@ def _prune(run: Run, folder: Path) -> None:
             max_length=settings.max_length,
             seed=seed,
         )
-        result = Pruning(chosen, {}, [])
+        result = Pruning(chosen, {})
     elif settings.method == "random":
-        result = Pruning(select_at_random(source, shape, seed), {}, [])
+        result = Pruning(select_at_random(source, shape, seed), {})
     else:
-        result = Pruning(select_by_position(settings.method, source, shape), {}, [])
+        result = Pruning(select_by_position(settings.method, source, shape), {})
     if result.exchanged is not None:
         say(f"exchange: loss {result.exchanged.before:.2f} → {result.exchanged.after:.2f}")
     say(f"kept layers: {', '.join(map(str, result.selection.layers))}")
     if not is_main():
         return
     save_model(compact_model(model, family, result.selection), run.target, folder)
+    if result.trajectory is not None:
+        result.trajectory.write(folder / trajectory.FILE)
+        plots.plot_trajectory(result.trajectory, folder / plots.FILE, result.selection)
+    if result.shares:
+        write_json(folder / SHARES, list(result.shares))
     write_json(
         folder / MASKS,
         {
@@ -413,10 +488,34 @@ def _prune(run: Run, folder: Path) -> None:
             "method": settings.method,
             "selection": result.selection.to_plain(),
             "expected": result.expected,
-            "history": result.history,
+            "decided": {} if result.trajectory is None else result.trajectory.decided(),
+            "snapped": None if result.snapped is None else asdict(result.snapped),
             "exchanged": None if result.exchanged is None else asdict(result.exchanged),
         },
     )
+
+
+def _mixture(run: Run) -> "MixtureText | None":
+    """The text that masks learn from, if it is not the traces'."""
+    from draftsmith.prune.text import MixtureText
+
+    settings = run.recipe.prune
+    if settings.mixture is None:
+        return None
+    return MixtureText(settings.mixture, run.tokenizer, settings, run.recipe.seed)
+
+
+def _mask_teacher(run: Run) -> "Teacher | None":
+    """The target, if masks are to learn from it in memory."""
+    from draftsmith.distill.teacher import Teacher
+
+    settings = run.recipe.prune
+    if settings.teacher == "traces":
+        return None
+    # Its own copy where the source is changed, by weights that learn or by how it runs.
+    alone = settings.weights_lr or settings.checkpoint_activations
+    model = load_model(run.target, dtype=run.dtype) if alone else run.target_model
+    return Teacher(model)
 
 
 def _distill(run: Run, folder: Path) -> None:
@@ -514,7 +613,7 @@ STAGES: tuple[Stage, ...] = (
         "prune",
         "pruned",
         settings=("seed", "dtype", "prune"),
-        inputs=lambda run: {run.source.spec: run.source.path},
+        inputs=lambda run: {run.source.spec: run.source.path, **run.prune_files()},
         needs=("traces",),
         work=_prune,
         many_processes=True,

@@ -135,7 +135,7 @@ class DomainSettings:
         Field(
             min_length=1,
             description="files and folders (.jsonl, .jsonl.zst, .jsonl.gz, .parquet), or "
-            "hub:OWNER/NAME[/SUBSET][@SPLIT], which is streamed",
+            "hub:OWNER/NAME?config=C&split=S&revision=R, which is streamed (split: train)",
         ),
     ]
     weight: Annotated[
@@ -151,7 +151,7 @@ class MixtureSettings:
         dict[str, DomainSettings], Field(min_length=1, description="name -> where, and how much")
     ]
     text_key: Annotated[str, Field(description="the field of a row that holds its text")] = "text"
-    sequence: Annotated[PositiveInt, Field(description="tokens of a packed sequence")] = 512
+    sequence: Annotated[int, Field(ge=2, description="tokens of a packed sequence")] = 512
     separate_documents: Annotated[
         bool,
         Field(
@@ -160,11 +160,17 @@ class MixtureSettings:
         ),
     ] = True
     shuffle_buffer: Annotated[
-        int, Field(ge=0, description="documents of a domain among which the next is drawn; 0: order")
+        int,
+        Field(
+            ge=0,
+            description="documents of a domain that are read and shuffled together; 0: in order",
+        ),
     ] = 256
     held_out: Annotated[
         PositiveInt,
-        Field(description="sequences of each domain that are kept to measure it, and never learned"),
+        Field(
+            description="sequences of each domain that are kept to measure it, and never learned"
+        ),
     ] = 8
     update: Annotated[
         Literal["none", "loss", "acceptance"],
@@ -208,7 +214,8 @@ class PruneSettings:
         ),
     ] = None
     latency: Annotated[
-        str | None, Field(description="table of measured latencies, from `draftsmith profile`")
+        str | None,
+        Field(description="table of the source's measured latencies, from `draftsmith profile`"),
     ] = None
     axes: Annotated[
         tuple[Literal["layers", "kv_heads", "heads_per_group", "ffn", "hidden"], ...] | None,
@@ -222,6 +229,13 @@ class PruneSettings:
             "importance also the widths with the largest activations"
         ),
     ] = "masks"
+    apart: Annotated[
+        bool,
+        Field(
+            description="choose the layers whose attention and whose FFN are kept apart: a block "
+            "of the drafter may join the attention of a layer with the FFN of a later one"
+        ),
+    ] = False
     objective: Annotated[
         Literal["kd", "acceptance", "ce"],
         Field(
@@ -266,9 +280,14 @@ class PruneSettings:
             description="learning rate of the weights beside the masks; 0: they stay as they are",
         ),
     ] = 0.0
-    clip: Annotated[PositiveFloat | None, Field(description="largest gradient norm; none: any")] = (
-        None
-    )
+    clip: Annotated[
+        PositiveFloat | None,
+        Field(description="largest gradient norm, of masks and of weights apart; none: any"),
+    ] = None
+    zero: Annotated[
+        Literal[1, 2, 3],
+        Field(description="as distill.zero, for weights that learn in many processes"),
+    ] = 2
     checkpoint_activations: Annotated[
         bool,
         Field(description="compute activations again in the backward pass: less memory, slower"),
@@ -316,10 +335,19 @@ class PruneSettings:
                 "draft_ms and latency go together; give both (`draftsmith profile TARGET` writes "
                 "the table), or neither and a shape"
             )
-        if self.draft_ms is not None and self.method != "masks":
+        if self.draft_ms is not None and (self.method != "masks" or self.apart):
             raise ValueError(
-                f"draft_ms {self.draft_ms}: only learned masks share out a budget; give a shape, "
-                "or set method: masks"
+                f"draft_ms {self.draft_ms}: only learned masks of whole layers share out a budget; "
+                "give a shape, or set method: masks and leave apart out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _apart_has_layers(self) -> "PruneSettings":
+        if self.apart and (self.shape.layers is None or self.method != "masks"):
+            raise ValueError(
+                "apart: learned masks choose the halves of so many layers; set shape.layers and "
+                "method: masks, or leave apart out"
             )
         return self
 
@@ -330,17 +358,18 @@ class PruneSettings:
                 "teacher live: objective ce learns the tokens of the text alone; set objective: "
                 "kd or acceptance, or leave teacher out"
             )
-        if self.mixture is None or self.teacher == "live":
+        if self.mixture is None:
             return self
-        if self.objective != "ce":
+        if self.objective != "ce" and self.teacher == "traces":
             raise ValueError(
                 f"objective {self.objective}: no trace tells what the target says of a mixture; "
                 "set teacher: live, or objective: ce"
             )
-        if self.mixture.update == "acceptance":
+        measures = {"none": self.objective, "loss": "ce", "acceptance": "acceptance"}
+        if self.objective != (needed := measures[self.mixture.update]):
             raise ValueError(
-                "mixture.update acceptance: only the target itself can judge that; set teacher: "
-                "live and objective: kd or acceptance, or update: loss"
+                f"mixture.update {self.mixture.update}: domains are measured by the objective, "
+                f"which is {self.objective}; set objective: {needed}, or another update"
             )
         return self
 

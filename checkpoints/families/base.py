@@ -21,8 +21,11 @@ Axis = Literal[
     "encoder_ffn",
     "hidden",
     "vocab",
+    "ffn_layers",
 ]
-AXES: tuple[Axis, ...] = get_args(Axis)
+# The axes that a shape counts. Where attention and FFN are cut apart, `layers` are those whose
+# attention is kept, and `ffn_layers` as many whose FFN is.
+AXES: tuple[Axis, ...] = tuple(axis for axis in get_args(Axis) if axis != "ffn_layers")
 
 # What is chosen anew inside every kept entry of another axis; the others are chosen once.
 WITHIN: Mapping[Axis, Axis] = {
@@ -65,11 +68,13 @@ class Stack:
         inputs: axis -> the module whose input its mask multiplies: the output projection for
             heads, the down projection for an FFN.
         norms: the norms over the residual stream, inside the blocks and after them.
-        norm_epsilon: attribute of a norm that holds its epsilon.
         centred: whether norms subtract the mean (LayerNorm) or not (RMSNorm).
         post_norm: whether the stream itself is normalised, so that blocks read it directly.
         returns_more: whether a block returns more than the stream, so that it can't be left out.
         channels: convolutions before the blocks whose output channels, dimension 1, are `hidden`.
+        additions: module whose output attention adds to the stream, and the same of the FFN; none:
+            the two can't be cut apart.
+        ffn_part: what belongs to the FFN, as names inside a block; all else is attention's.
     """
 
     block: str = "model.layers.{layer}"
@@ -85,11 +90,21 @@ class Stack:
         "model.layers.{layer}.post_attention_layernorm",
         "model.norm",
     )
-    norm_epsilon: str = "variance_epsilon"
     centred: bool = False
     post_norm: bool = False
     returns_more: bool = False
     channels: tuple[str, ...] = ()
+    additions: tuple[str, str] | None = None
+    ffn_part: tuple[str, ...] = ("mlp", "post_attention_layernorm")
+
+    def is_ffn(self, template: str) -> bool:
+        """Whether a tensor inside a block belongs to its FFN."""
+        part = template.removeprefix(self.block + ".").split(".", 1)[0]
+        return self.additions is not None and part in self.ffn_part
+
+
+# Where a block's attention and FFN add what they compute as it is.
+HALVES = ("model.layers.{layer}.self_attn", "model.layers.{layer}.mlp")
 
 
 @dataclass(frozen=True)
@@ -192,7 +207,7 @@ class Family:
     optional: frozenset[str] = frozenset()
     rebuilt: Mapping[str, str] = dataclass_field(default_factory=dict)
     ignored: frozenset[str] = frozenset({"model.layers.{layer}.self_attn.rotary_emb.inv_freq"})
-    stacks: tuple[Stack, ...] = (Stack(),)
+    stacks: tuple[Stack, ...] = (Stack(additions=HALVES),)
     config: ConfigKeys = dataclass_field(default_factory=ConfigKeys)
     per_layer_config: tuple[str, ...] = ("layer_types",)
     per_layer_counts: tuple[str, ...] = ("max_window_layers",)
@@ -370,7 +385,6 @@ class BartBuild:
                     "ffn": decoder + ".layers.{layer}.fc2",
                 },
                 norms=tuple(self._norms(decoder, ("self_attn", "encoder_attn"))),
-                norm_epsilon="eps",
                 centred=True,
                 post_norm=self.post_norm,
             ),
@@ -382,7 +396,6 @@ class BartBuild:
                     "encoder_ffn": encoder + ".layers.{layer}.fc2",
                 },
                 norms=tuple(self._norms(encoder, ("self_attn",))),
-                norm_epsilon="eps",
                 centred=True,
                 post_norm=self.post_norm,
                 channels=channels,

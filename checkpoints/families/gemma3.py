@@ -3,6 +3,7 @@
 from draftsmith.checkpoints.families.base import Family, HiddenScale, Stack, decoder_tensors
 
 _TENSORS, _OPTIONAL = decoder_tensors(attention_bias=True, output_bias=True, qk_norm=True)
+_BLOCK = "model.layers.{layer}."
 _NORMS = tuple(
     f"model.layers.{{layer}}.{name}_layernorm" for name in ("pre_feedforward", "post_feedforward")
 )
@@ -10,7 +11,16 @@ FAMILY = Family(
     "gemma3_text",
     _TENSORS | {f"{norm}.weight": ("hidden",) for norm in _NORMS},
     _OPTIONAL,
-    stacks=(Stack(norms=Stack.norms + _NORMS, norm_epsilon="eps"),),
+    stacks=(
+        Stack(
+            norms=Stack.norms + _NORMS,
+            additions=(
+                _BLOCK + "post_attention_layernorm",
+                _BLOCK + "post_feedforward_layernorm",
+            ),
+            ffn_part=("mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        ),
+    ),
     hidden_of_heads=True,
     scales=(
         HiddenScale(

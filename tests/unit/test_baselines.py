@@ -21,7 +21,7 @@ from draftsmith.prune.baselines import (
     watched,
 )
 from draftsmith.prune.compact import read_masks
-from draftsmith.prune.train import masked_loss
+from draftsmith.prune.objective import Objective
 from draftsmith.recipes.loading import load
 from draftsmith.recipes.run import Run, run_stages
 from draftsmith.recipes.schema import PruneSettings
@@ -142,12 +142,13 @@ def test_masks_minimise_what_the_recipe_says(objective: Any, name: str) -> None:
     """With every mask open: the mean loss of that name of the source itself."""
     model, rows = make_model(seed=1), trace_rows(4, make_model())
     source = shape_of(model.config, families()["llama"])
-    loss = masked_loss(model, families()["llama"], source, rows, PruneSettings(objective=objective))
-    batch = collate(rows, 32)
+    family, settings = families()["llama"], PruneSettings(objective=objective)
+    found, batch = Objective.of(model, family, source, rows, settings), collate(rows, 32)
     logits = model.get_output_embeddings()(hidden_at_answers(model, batch))
     signal = Traces.of_labels(batch.labels) if objective == "ce" else batch.traces
     expected, _ = LOSSES[name](signal.against(logits))
-    assert float(loss(batch).detach()) == pytest.approx(float(expected.detach()))
+    mean = found.under({}, [batch])
+    assert mean * batch.tokens == pytest.approx(float(expected.detach()))
 
 
 def test_weights_that_learn_are_not_the_targets(

@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.saving import save_model
+from draftsmith.checkpoints.shape import Shape
+from draftsmith.checkpoints.slicing import Selection
 from draftsmith.cli import app
 from draftsmith.errors import RequestError
-from draftsmith.recipes.inspection import inspect, render
+from draftsmith.prune.lagrangian import Lagrangian
+from draftsmith.prune.masks import LearnableMasks
+from draftsmith.prune.trajectory import Trajectory
+from draftsmith.recipes.inspection import inspect, plot_masks, render
 from tests.conftest import make_model, make_tokenizer
 
 Save = Callable[..., Path]
@@ -232,3 +238,189 @@ def test_quantised_checkpoints_are_refused(save: Save, tiny: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(RequestError, match=r"quantised weights can't be cut or trained"):
         inspect(str(folder))
+
+
+WIDE = Shape(layers=8, kv_heads=32, heads_per_group=2, head_dim=8, ffn=64, hidden=32, vocab=96)
+
+
+def masks_file(folder: Path, **changes: Any) -> Path:
+    """Masks that keep layers 0, 1, 2, 6, and in the last of them other heads."""
+
+    def choose(axis: str, place: tuple[int, ...]) -> Any:
+        if axis == "layers":
+            return (0, 1, 2, 6)
+        if axis == "kv_heads":
+            return (1, 2, 3, 9) if place[0] < 6 else (0, 8, 16, 31)
+        return (0,) if axis == "heads_per_group" else range(getattr(WIDE, axis))
+
+    plain = {
+        "family": "llama",
+        "source_shape": vars(WIDE),
+        "method": "masks",
+        "selection": Selection.choose(WIDE, choose).to_plain(),
+        "expected": {"layers": 4.04, "kv_heads": 4.5, "heads_per_group": 1.25},
+    }
+    path = folder / "masks.json"
+    path.write_text(json.dumps(plain | changes))
+    return path
+
+
+def course(folder: Path, loss: float = 2.0) -> Trajectory:
+    """What was recorded in two steps."""
+    masks = LearnableMasks(("layers",), WIDE, init=-4.0)
+    with torch.no_grad():
+        masks.log_alpha["layers"][:2] = 4.0
+        masks.log_alpha["layers"][2] = 0.0
+    trajectory = Trajectory(WIDE, steps=2)
+    for step in range(2):
+        lagrangian = Lagrangian(("layers",), WIDE, WIDE, warmup=1)
+        trajectory.record(step, masks, lagrangian, loss - step)
+    trajectory.write(folder / "trajectory.safetensors")
+    return trajectory
+
+
+def test_published_masks_alone(tmp_path: Path) -> None:
+    """Which layers and heads survived; without a history."""
+    found = inspect(str(masks_file(tmp_path)))
+    assert found["layers"] == [0, 1, 2, 6]
+    assert found["kv_heads"][3] == [0, 8, 16, 31]
+    assert found["query_heads"] == [[2, 4, 6, 18]] * 3 + [[0, 16, 32, 62]]
+    assert found["expected"]["kv_heads"] == 4.5
+    assert (found["decided"], found["exchanged"], found["trajectory"]) == ({}, None, None)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    text = [line.split() for line in shown(found).splitlines()]
+    assert ["layers", "kept", "0-2,", "6"] in text
+    assert ["0-2", "1-3,", "9", "2,", "4,", "6,", "18"] in text
+    assert ["6", "0,", "8,", "16,", "31", "0,", "16,", "32,", "62"] in text
+    assert ["kv_heads", "32", "4.50", "4"] in text
+
+
+def test_masks_of_old_files_and_of_baselines(tmp_path: Path) -> None:
+    """They say less, and older ones had a history of their own."""
+    path = masks_file(tmp_path, expected={}, history=[{"loss": 1.0}], exchanged=None)
+    assert "expected" not in shown(inspect(str(path)))
+    plain = json.loads(path.read_text())
+    del plain["expected"], plain["exchanged"]
+    path.write_text(json.dumps(plain))
+    assert "0-2, 6" in shown(inspect(str(path)))
+
+
+def test_how_sure_masks_were(tmp_path: Path) -> None:
+    """The file says it itself, or else what was recorded beside it."""
+    path = masks_file(tmp_path, decided={"layers": {"open": 0.5, "closed": 0.25}})
+    course(tmp_path)
+    found = inspect(str(path))
+    assert found["decided"] == {"layers": {"open": 0.5, "closed": 0.25}}
+    assert found["trajectory"] == {"steps": 2, "samples": 2, "first_loss": 2.0, "last_loss": 1.0}
+    text = [line.split() for line in shown(found).splitlines()]
+    assert ["layers", "8", "4.04", "4", "50%", "25%"] in text
+    assert ["learned", "in", "2", "steps,", "loss", "2.000", "→", "1.000"] in text
+    masks_file(tmp_path)
+    assert inspect(str(path))["decided"] == {"layers": {"open": 2 / 8, "closed": 5 / 8}}
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    path = masks_file(tmp_path)
+    course(tmp_path, loss=float("nan"))
+    found = inspect(str(path))
+    assert found["trajectory"]["last_loss"] is None
+    assert "loss not a number" in shown(found)
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("proposed", "said"),
+    [
+        ([0, 1, 3, 4], "layers 3, 4 for layers 2, 6: loss 2.000 → 1.500"),
+        ([0, 1, 2, 6], "nothing: no exchange lowers the loss 2.000"),
+        (None, "loss 2.000 → 1.500"),
+    ],
+)
+def test_what_exchange_changed(proposed: list[int] | None, said: str, tmp_path: Path) -> None:
+    exchanged = {"before": 2.0, "after": 1.5, "proposed": proposed, "parts": [0, 1, 2, 6]}
+    found = inspect(str(masks_file(tmp_path, exchanged=exchanged)))
+    assert found["exchanged"] == exchanged
+    assert f"exchanged {said}" in " ".join(shown(found).split())
+
+
+def test_halves_of_layers_that_were_exchanged(tmp_path: Path) -> None:
+    """2 l is the attention of layer l, 2 l + 1 its FFN; an older file says losses alone."""
+    path = masks_file(tmp_path)
+    plain = json.loads(path.read_text())
+    plain["selection"]["ffn_layers"] = [0, 1, 4, 6]
+    plain["exchanged"] = {
+        "proposed": [0, 1, 2, 3, 4, 5, 12, 13],
+        "parts": [0, 1, 2, 3, 4, 9, 12, 13],
+        "before": 2.0,
+        "after": 1.5,
+    }
+    path.write_text(json.dumps(plain))
+    text = " ".join(shown(inspect(str(path))).split())
+    assert "FFNs kept 0, 1, 4, 6" in text
+    assert "exchanged FFN 2 for FFN 4: loss 2.000 → 1.500" in text
+    older = masks_file(tmp_path, exchanged={"layers": [0], "before": 2.0, "after": 1.5})
+    assert "exchanged loss 2.000 → 1.500" in " ".join(shown(inspect(str(older))).split())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"expected": [4]},
+        {"expected": {"layers": "four"}},
+        {"expected": {"layers": float("nan")}},
+        {"decided": {"layers": {"open": 1.5, "closed": 0.0}}},
+        {"decided": {"layers": 1}},
+        {"exchanged": {"parts": [0]}},
+    ],
+    ids=str,
+)
+def test_damaged_figures_of_masks_are_one_error(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"masks\.json: not a masks file") as raised:
+        inspect(str(masks_file(tmp_path, **changes)))
+    assert "\n" not in str(raised.value)
+
+
+def test_masks_of_every_family(family_name: str, tmp_path: Path) -> None:
+    from draftsmith.checkpoints.families import families
+    from draftsmith.checkpoints.shape import shape_of
+    from tests.conftest import tiny_config
+
+    source = shape_of(tiny_config(family_name), families()[family_name])
+    selection = Selection.of_layers(source, (0, 2)).to_plain()
+    found = inspect(str(masks_file(tmp_path, source_shape=vars(source), selection=selection)))
+    assert json.loads(json.dumps(found)) == found
+    assert "all 4" in shown(found)
+
+
+def test_masks_beside_a_checkpoint_are_shown_with_it(save: Save, tiny: Any) -> None:
+    folder = save(tiny)
+    masks_file(folder)
+    course(folder)
+    found = inspect(str(folder))
+    assert found["masks"]["trajectory"]["samples"] == 2
+    assert "Masks when learning ended" in shown(found)
+
+
+def test_a_picture_of_what_masks_learned(tmp_path: Path) -> None:
+    """Of the folder, of its masks, or of the run."""
+    folder = tmp_path / "pruned"
+    folder.mkdir()
+    masks = masks_file(folder)
+    course(folder)
+    for number, place in enumerate((folder, masks, tmp_path)):
+        plot_masks(str(place), tmp_path / f"{number}.svg")
+        assert "kept<" in (tmp_path / f"{number}.svg").read_text()
+
+
+def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
+    masks = masks_file(tmp_path)
+    with pytest.raises(RequestError, match=r"holds no trajectory\.safetensors: masks that were"):
+        plot_masks(str(masks), tmp_path / "a.png")
+    with pytest.raises(RequestError, match=r"--plot .*a\.gif: \.gif is not among"):
+        plot_masks(str(masks), tmp_path / "a.gif")
+    course(tmp_path)
+    (tmp_path / "trajectory.safetensors").write_bytes(b"half")
+    for look in (lambda: plot_masks(str(masks), tmp_path / "a.png"), lambda: inspect(str(masks))):
+        with pytest.raises(RequestError, match=r"trajectory\.safetensors: damaged"):
+            look()
+    assert not (tmp_path / "a.png").exists()
