@@ -1,9 +1,11 @@
 """How rugged is the choice of layers? The divergence from which sets of them start.
 
     .venv/bin/python benchmarks/layer_sets.py runs/quickstart [--sets 0,1,24,29 0,1,25,29 …]
+        [--rows 24] [--vocab-limit 8192]
 
-Reads the traces of a finished run and prints, for each set of kept layers, the forward KL of the
-uncut rest against the target's traces, before any distillation.
+Reads the traces of a finished run and prints, for each set of kept layers, the forward KL and the
+total variation of the uncut rest against the target's traces, before any distillation; over the
+whole vocabulary, or over the commonest tokens alone, as masks may see it.
 """
 
 import argparse
@@ -19,13 +21,13 @@ from draftsmith.checkpoints.loading import describe, load_model, quiet_transform
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.traces import TraceStore
 from draftsmith.distill.batches import collate
-from draftsmith.distill.head_loss import HeadLoss
-from draftsmith.distill.losses import forward_kl
+from draftsmith.distill.head_loss import HeadLoss, Projection
+from draftsmith.distill.losses import forward_kl, total_variation
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.prune.masks import applied, hard_masks
 
 SETS = ("0,1,24,29", "0,16,24,29", "0,1,25,29", "0,1,2,29", "0,10,20,29", "0,1,2,3")
-ROWS = 24
+LOSSES = {"forward_kl": forward_kl, "total_variation": total_variation}
 
 
 def main() -> None:
@@ -33,15 +35,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--sets", nargs="+", default=SETS)
+    parser.add_argument("--rows", type=int, default=24, help="held-out texts")
+    parser.add_argument("--vocab-limit", type=int, default=None)
     arguments = parser.parse_args()
     quiet_transformers()
     provenance = json.loads((arguments.run / "pruned" / "provenance.json").read_text())
     reference = resolve(provenance["settings"]["source"] or provenance["settings"]["target"])
     model = load_model(reference)
     family, shape = describe(model.config, reference)
-    batch = collate(TraceStore(arguments.run / "traces").rows("validation")[:ROWS], 192)
-    head, weight = HeadLoss(forward_kl), model.get_output_embeddings().weight
-    figures = {}
+    store = TraceStore(arguments.run / "traces")
+    batch = collate(store.rows("validation")[: arguments.rows], 192)
+    rows, limit = store.rows("train"), arguments.vocab_limit
+    heads = {n: HeadLoss.over_commonest(f, rows, shape.vocab, limit) for n, f in LOSSES.items()}
+    figures: dict[str, dict[str, float]] = {}
     for text in arguments.sets:
         selection = Selection.of_layers(shape, map(int, text.split(",")))
         masks = {"layers": hard_masks(selection, shape)["layers"]}
@@ -50,10 +56,11 @@ def main() -> None:
             applied(model, family, shape, masks),
             autocast(model, compute_dtype("auto", model.device)),
         ):
-            total = head(hidden_at_answers(model, batch), weight, batch.traces)
-        figures[text] = round(float(total) / batch.tokens, 3)
-        print(f"{text:>16}  {figures[text]:.2f} nats")
-    report({"forward_kl": figures, "tokens": batch.tokens})
+            hidden, weight = hidden_at_answers(model, batch), Projection.of(model)
+            sums = {name: float(head(hidden, weight, batch.traces)) for name, head in heads.items()}
+        figures[text] = {name: round(total / batch.tokens, 4) for name, total in sums.items()}
+        print(f"{text:>16}  {figures[text]}")
+    report({"sets": figures, "tokens": batch.tokens, "vocab_limit": limit})
 
 
 if __name__ == "__main__":

@@ -367,13 +367,13 @@ def _layer_norm_of_kept(z: Tensor) -> Callable[..., Any]:
     Its output is not zero where its input is, so the mask acts on it once more.
     """
 
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def hook(module: nn.LayerNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x, kept = args[0].float(), z.float()
         count = kept.sum()
         centred = x - x.sum(-1, keepdim=True) / count
         variance = (kept * centred.square()).sum(-1, keepdim=True) / count
-        normal = centred * (variance + float(module.eps)).rsqrt()
-        affine = normal * module.weight.float() + module.bias.float()  # type: ignore[operator]
+        normal = centred * (variance + module.eps).rsqrt()
+        affine = normal * module.weight.float() + module.bias.float()
         return (affine * kept).to(output.dtype)
 
     return hook
