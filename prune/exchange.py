@@ -6,10 +6,11 @@ FFN, and kept ones alternate.
 Gradients through sampled masks are noisy where few layers are open, and the loss between layer
 sets is rugged (a drafter of layers 0, 1, 24, 29 of SmolLM2 starts at half the divergence of
 0, 1, 25, 29). So masks propose, and a search over single exchanges, exact and cheap since only
-kept layers are computed, disposes.
+kept layers are computed, disposes. It ends where no single exchange helps, which may be far from
+the best: cheap choices are proposed beside the masks', and the best of all is where it begins.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from draftsmith.data.progress import Progress
@@ -22,12 +23,14 @@ class Exchanged:
     """What the search came to.
 
     Attributes:
-        proposed: the set that the masks chose.
+        by: what proposed the set that it began with.
+        proposed: that set.
         parts: the set that no single exchange improves, or that the rounds ended with.
         before: loss of `proposed`.
         after: loss of `parts`.
     """
 
+    by: str
     proposed: Parts
     parts: Parts
     before: float
@@ -35,25 +38,26 @@ class Exchanged:
 
 
 def exchange_parts(
-    parts: Parts,
+    proposals: Mapping[str, Parts],
     count: int,
     loss: Callable[[Parts], float],
     rounds: int,
     *,
     halves: bool = False,
 ) -> Exchanged:
-    """Make the best single exchange, again and again.
+    """From the best proposal, make the best single exchange, again and again.
 
     Args:
-        parts: kept at first, ascending.
+        proposals: name -> parts to keep, ascending.
         count: of all.
         loss: of the source with only some parts open.
         rounds: most exchanges.
         halves: whether they are halves, which must alternate.
     """
-    best, best_loss = parts, loss(parts)
-    before = best_loss
-    tries = len(_neighbours(parts, count, halves))
+    losses = {by: loss(parts) for by, parts in proposals.items()}
+    by = min(losses, key=lambda name: losses[name])
+    best, best_loss = proposals[by], losses[by]
+    tries = len(_neighbours(best, count, halves))
     with Progress("exchange", rounds * tries, "sets") as progress:
         for _ in range(rounds):
             found, found_loss = best, best_loss
@@ -64,7 +68,7 @@ def exchange_parts(
             if found == best:
                 break
             best, best_loss = found, found_loss
-    return Exchanged(parts, best, before, best_loss)
+    return Exchanged(by, proposals[by], best, losses[by], best_loss)
 
 
 def _neighbours(parts: Parts, count: int, halves: bool) -> list[Parts]:

@@ -19,6 +19,7 @@ from draftsmith.distill.engine import Engine, Ranks, TorchEngine, diverged, free
 from draftsmith.distill.teacher import Teacher
 from draftsmith.distill.train import mean_over_step, recompute_activations
 from draftsmith.errors import DraftsmithError
+from draftsmith.prune.baselines import select, select_by_position, watched
 from draftsmith.prune.budget import DRAFT_MS, Budget, BudgetLagrangian, shape_within
 from draftsmith.prune.exchange import Exchanged, Parts, exchange_parts
 from draftsmith.prune.lagrangian import Lagrangian
@@ -269,9 +270,28 @@ def _choose(
         )
     if settings.exchange and "layers" in masks.axes:
         count, rounds = source.layers * (2 if settings.apart else 1), settings.exchange
-        exchanged = exchange_parts(parts, count, loss_of, rounds, halves=settings.apart)
+        proposals = {"masks": parts, **_cheap_proposals(objective, text, drafter, settings)}
+        exchanged = exchange_parts(proposals, count, loss_of, rounds, halves=settings.apart)
         selection = masks.select(source, drafter, exchanged.parts)
     return Pruning(selection, expected, trajectory, text.history(), snapped, exchanged)
+
+
+def _cheap_proposals(
+    objective: Objective, text: Text, drafter: Shape, settings: PruneSettings
+) -> dict[str, Parts]:
+    """Layers that are chosen without learning, on the same sample."""
+    source, model = objective.source, objective.student.model
+    with watched(model, objective.family, source) as scores:
+        objective.under({}, [batch.to(objective.device) for batch in text.sample()])
+    by_influence = select({"layers": scores["layers"]}, source, drafter).layers
+    by_position = select_by_position("uniform", source, drafter).layers
+    found = {"block-influence": by_influence, "uniform": by_position}
+    if not settings.apart:
+        return found
+    return {
+        name: tuple(half for layer in kept for half in (2 * layer, 2 * layer + 1))
+        for name, kept in found.items()
+    }
 
 
 def _loss_of_parts(

@@ -41,16 +41,18 @@ class ExchangedParts:
     """What exchanging layers, or halves of layers, changed.
 
     Attributes:
-        before: loss of the set that the masks chose.
+        before: loss of the set that was proposed.
         after: loss of the set that is kept.
-        proposed: the set that the masks chose; None: not stated.
+        proposed: the best of what masks and cheap choices proposed; None: not stated.
         parts: the set that is kept; None: not stated.
+        by: what proposed it.
     """
 
     before: FiniteFloat
     after: FiniteFloat
     proposed: tuple[int, ...] | None = None
     parts: tuple[int, ...] | None = None
+    by: str = "masks"
 
 
 @dataclass(frozen=True)
@@ -365,14 +367,16 @@ def _exchange(exchanged: Mapping[str, Any] | None, *, halves: bool) -> str:
     """Which layers went for which others; of halves, even ones are attention, odd ones FFNs."""
     if exchanged is None:
         return ""
-    losses = f"loss {_figure(exchanged['before'])} → {_figure(exchanged['after'])}"
+    loss, by = f"loss {_figure(exchanged['before'])}", exchanged["by"]
+    losses = f"{loss} → {_figure(exchanged['after'])}"
+    proposed = "" if by == "masks" else f" (proposed by {by})"
     if exchanged["proposed"] is None or exchanged["parts"] is None:
-        return losses
+        return losses + proposed
     before, after = set(exchanged["proposed"]), set(exchanged["parts"])
     if before == after:
-        return f"nothing: no exchange lowers the {losses.partition(' →')[0]}"
+        return f"nothing: no exchange lowers the {loss}{proposed}"
     went, came = (_parts(sorted(parts), halves) for parts in (before - after, after - before))
-    return f"{went} for {came}: {losses}"
+    return f"{went} for {came}: {losses}{proposed}"
 
 
 def _parts(parts: list[int], halves: bool) -> str:

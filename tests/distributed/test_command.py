@@ -96,10 +96,12 @@ def test_two_processes_learn_the_masks_of_one(
     told = [Trajectory.read(out / "pruned" / FILE).state() for out in (two, one)]
     assert len(told[0]["step"]) == 24
     for name, values in told[0].items():
-        assert torch.allclose(values.float(), told[1][name].float(), rtol=1e-4, atol=1e-5), name
+        # Where weights learn, Adam makes much of a gradient that is rounding error.
+        atol = 1e-3 if "weights_lr=1e-3" in more else 1e-5
+        assert torch.allclose(values.float(), told[1][name].float(), rtol=1e-4, atol=atol), name
+        assert torch.allclose(values[:3].float(), told[1][name][:3].float(), atol=2e-5), name
     found, expected = weights(two, "pruned"), weights(one, "pruned")
     for name, tensor in expected.items():
-        # Adam makes much of a gradient that is rounding error.
         assert torch.allclose(tensor, found[name], atol=1e-4), name
 
 

@@ -98,7 +98,7 @@ def test_exchanged_halves_alternate() -> None:
         asked.append(parts)
         return 20.0 - sum(worth.get(part, 0.0) for part in parts)
 
-    found = exchange_parts((0, 1, 2, 3), count=8, loss=loss, rounds=9, halves=True)
+    found = exchange_parts({"masks": (0, 1, 2, 3)}, count=8, loss=loss, rounds=9, halves=True)
     assert found.parts == (0, 3, 4, 7)
     assert all(part % 2 == place % 2 for parts in asked for place, part in enumerate(parts))
 

@@ -136,11 +136,13 @@ def test_exchange_finds_what_single_exchanges_can_reach() -> None:
     def loss(layers: tuple[int, ...]) -> float:
         return 20.0 - sum(worth.get(layer, 0.0) for layer in layers)
 
-    found = exchange_parts((1, 2, 7), count=8, loss=loss, rounds=5)
+    found = exchange_parts({"masks": (1, 2, 7)}, count=8, loss=loss, rounds=5)
     assert (found.parts, found.before, found.after) == ((0, 3, 7), 17.0, 8.0)
-    one = exchange_parts((1, 2, 7), count=8, loss=loss, rounds=1)
+    one = exchange_parts({"masks": (1, 2, 7)}, count=8, loss=loss, rounds=1)
     assert one.parts in {(0, 1, 7), (0, 2, 7)}
-    assert exchange_parts((0, 3, 7), count=8, loss=loss, rounds=5).parts == (0, 3, 7)
+    assert exchange_parts({"masks": (0, 3, 7)}, count=8, loss=loss, rounds=5).parts == (0, 3, 7)
+    two = exchange_parts({"masks": (1, 2, 7), "other": (0, 1, 3)}, count=8, loss=loss, rounds=0)
+    assert (two.by, two.proposed, two.parts, two.before) == ("other", (0, 1, 3), (0, 1, 3), 11.0)
 
 
 def learn(
