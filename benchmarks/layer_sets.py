@@ -21,7 +21,7 @@ from draftsmith.checkpoints.loading import describe, load_model, quiet_transform
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.traces import TraceStore
 from draftsmith.distill.batches import collate
-from draftsmith.distill.head_loss import HeadLoss, Projection
+from draftsmith.distill.head_loss import HeadLoss, LossHead
 from draftsmith.distill.losses import forward_kl, total_variation
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.prune.masks import applied, hard_masks
@@ -46,7 +46,11 @@ def main() -> None:
     store = TraceStore(arguments.run / "traces")
     batch = collate(store.rows("validation")[: arguments.rows], 192)
     rows, limit = store.rows("train"), arguments.vocab_limit
-    heads = {n: HeadLoss.over_commonest(f, rows, shape.vocab, limit) for n, f in LOSSES.items()}
+    model.requires_grad_(False)
+    heads = {
+        name: LossHead.of(model, HeadLoss.over_commonest(loss, rows, shape.vocab, limit))
+        for name, loss in LOSSES.items()
+    }
     figures: dict[str, dict[str, float]] = {}
     for text in arguments.sets:
         selection = Selection.of_layers(shape, map(int, text.split(",")))
@@ -56,8 +60,8 @@ def main() -> None:
             applied(model, family, shape, masks),
             autocast(model, compute_dtype("auto", model.device)),
         ):
-            hidden, weight = hidden_at_answers(model, batch), Projection.of(model)
-            sums = {name: float(head(hidden, weight, batch.traces)) for name, head in heads.items()}
+            hidden = hidden_at_answers(model, batch)
+            sums = {name: float(head(hidden, batch.traces)) for name, head in heads.items()}
         figures[text] = {name: round(total / batch.tokens, 4) for name, total in sums.items()}
         print(f"{text:>16}  {figures[text]}")
     report({"sets": figures, "tokens": batch.tokens, "vocab_limit": limit})

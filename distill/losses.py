@@ -98,7 +98,8 @@ class TargetLogits:
     """
 
     logits: Tensor
-    copies: ClassVar[int] = 16
+    # About 16 are alive at once, and allocators keep as much again of what was freed.
+    copies: ClassVar[int] = 32
 
     def __getitem__(self, rows: slice) -> Self:
         """The same at some of the positions."""

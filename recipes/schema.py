@@ -271,7 +271,13 @@ class PruneSettings:
         PositiveInt | None,
         Field(description="as distill.vocab_limit, for the loss that the masks see"),
     ] = None
-    mask_lr: Annotated[PositiveFloat, Field(description="learning rate of log alpha (Adam)")] = 0.15
+    mask_lr: Annotated[
+        PositiveFloat,
+        Field(
+            description="learning rate of log alpha (Adam); too small for the warm-up, all masks "
+            "close together at full speed, whatever they are worth"
+        ),
+    ] = 0.5
     weights_lr: Annotated[
         float,
         Field(

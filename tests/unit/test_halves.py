@@ -133,7 +133,7 @@ def test_useless_halves_are_cut(tmp_path: Path) -> None:
             model.model.layers[layer].self_attn.o_proj.weight.zero_()
         for layer in (0, 2):
             model.model.layers[layer].mlp.down_proj.weight.zero_()
-    settings = {"warmup": 30, "batch": 4, "lambda_lr": 2.0, "exchange": 0}
+    settings = {"warmup": 30, "batch": 4, "lambda_lr": 2.0, "mask_lr": 0.15, "exchange": 0}
     found = learn(model, tmp_path, 60, own=True, apart=True, **settings)
     assert found.selection.layers == (0, 2)
     assert found.selection.ffn_layers == (1, 3)

@@ -10,15 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.checkpoints.families import families
-from draftsmith.checkpoints.shape import Shape, shape_of
+from draftsmith.checkpoints.shape import Shape, changed_axes, shape_of
 from draftsmith.errors import DraftsmithError
 from draftsmith.prune import train
 from draftsmith.prune.baselines import select_by_position
 from draftsmith.prune.exchange import exchange_parts
 from draftsmith.prune.lagrangian import Lagrangian
-from draftsmith.prune.masks import LearnableMasks, applied, probability_open, sample
+from draftsmith.prune.masks import (
+    LOG_ALPHA_BOUND,
+    LearnableMasks,
+    applied,
+    probability_open,
+    sample,
+    share_open,
+)
 from draftsmith.recipes.schema import PruneSettings, ShapeSettings
 from tests.conftest import make_model
+from tests.matrix import both, cuts
 from tests.unit.test_batches import trace_rows
 
 SHAPE = Shape(layers=4, kv_heads=2, heads_per_group=2, head_dim=8, ffn=64, hidden=32, vocab=96)
@@ -32,6 +40,14 @@ def test_open_probability_is_that_of_the_draws() -> None:
         expected = float(probability_open(torch.tensor(log_alpha)))
         assert float((z != 0).float().mean()) == pytest.approx(expected, abs=5e-3)
         assert 0 <= float(z.min()) <= float(z.max()) <= 1
+
+
+def test_a_decided_choice_meets_its_count() -> None:
+    """Four masks at the upper bound and 26 at the lower count for four."""
+    decided = torch.tensor([LOG_ALPHA_BOUND] * 4 + [-LOG_ALPHA_BOUND] * 26)
+    assert float(share_open(decided).sum()) == pytest.approx(4.0, abs=1e-4)
+    between = share_open(torch.linspace(-LOG_ALPHA_BOUND, LOG_ALPHA_BOUND, 50))
+    assert (between.diff() > 0).all()
 
 
 @given(st.floats(0, 1))
@@ -219,6 +235,22 @@ def test_a_small_gradient_norm_is_all_that_clipping_leaves(tmp_path: Path) -> No
     learn(clipped, tmp_path / "clipped", weights_lr=1e-3, clip=1e-9)
     before = make_model().state_dict()["model.norm.weight"]
     assert (clipped.model.norm.weight - before).norm() < (free.model.norm.weight - before).norm()
+
+
+def test_every_family_is_cut_on_all_axes_at_once(tmp_path: Path, causal_family: str) -> None:
+    """A wide shape, masks and weights learned together; what comes out computes what was masked."""
+    model, family = make_model(causal_family), families()[causal_family]
+    source = shape_of(model.config, family)
+    drafter = dict(cuts(source, family))["all"]
+    settings = PruneSettings(steps=6, warmup=2, batch=2, max_length=24, weights_lr=1e-3)
+    rows = trace_rows(12, model=model)
+    found = train.learn_masks(
+        model, family, source, drafter, rows, settings, seed=1, state=tmp_path
+    )
+    masked, compact, small = both(model, found.selection)
+    assert shape_of(small.config, family) == drafter
+    assert set(found.expected) == set(changed_axes(source, drafter))
+    assert (masked - compact).abs().max() <= 1e-5 * max(1.0, float(compact.abs().max()))
 
 
 def test_noise_depends_on_seed_and_step_alone() -> None:

@@ -20,7 +20,7 @@ from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.files import sha256
 from draftsmith.errors import RequestError
 from draftsmith.prune.lagrangian import Lagrangian
-from draftsmith.prune.masks import LearnableMasks, probability_open
+from draftsmith.prune.masks import LearnableMasks, share_open
 from draftsmith.prune.plots import draw, plot_trajectory
 from draftsmith.prune.trajectory import SAMPLES, Trajectory, deterministic
 from tests.conftest import tiny_config
@@ -75,7 +75,7 @@ def test_a_sample_is_what_masks_and_multipliers_were() -> None:
     assert (trajectory.sampled.tolist(), trajectory.loss.tolist()) == ([1], [1.0])
     for axis in AXES_CUT:
         count, log_alpha = getattr(SOURCE, axis), trajectory.log_alpha(axis)
-        share = probability_open(then[axis])
+        share = share_open(then[axis])
         if axis in ("ffn", "hidden"):
             assert log_alpha is None
         else:
