@@ -96,7 +96,7 @@ def step_of(way: str, size: tuple[int, int]) -> Callable[[], None]:
         with objective.acting(masks.sample(_generator(0, engine.steps_done, model.device))):
             loss = mean_over_step(engine(batch, lesson), batch.tokens)
             engine.backward(loss + lagrangian.penalty(masks, engine.steps_done))
-        optimizer.step(engine.ranks)
+        optimizer.step(engine.steps_done, engine.ranks)
         engine.step()
         lagrangian.ascend(masks, engine.steps_done, settings.lambda_lr)
 

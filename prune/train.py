@@ -82,10 +82,11 @@ class MaskOptimizer:
         # Little momentum: it carries the masks past the constraint.
         self._adam = torch.optim.Adam(masks.parameters(), lr=rate, betas=(0.5, 0.95))
 
-    def step(self, ranks: Ranks, scale: float = 1.0) -> None:
+    def step(self, number: int, ranks: Ranks, scale: float = 1.0) -> None:
         """Add up the gradients of all processes, and update.
 
         Args:
+            number: of the step, from 0.
             ranks: of the processes.
             scale: what their gradients were multiplied by.
 
@@ -100,7 +101,7 @@ class MaskOptimizer:
         most = float("inf") if self._clip is None else self._clip
         norm = nn.utils.clip_grad_norm_(self._masks.parameters(), most)
         if not torch.isfinite(norm):
-            raise diverged(int(self._adam.state_dict()["state"][0]["step"]) + 1, self._adam)
+            raise diverged(number + 1, self._adam)
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         self._masks.clamp()
@@ -229,7 +230,7 @@ def _train(
                     penalty = constraint.penalty(masks, step) / settings.accumulate
                     engine.backward(loss + penalty)
                 mean += float(loss.detach())
-            optimizer.step(engine.ranks, engine.foreign_scale)
+            optimizer.step(step, engine.ranks, engine.foreign_scale)
             engine.step()
             constraint.ascend(masks, step, settings.lambda_lr)
             mean, told = engine.ranks.total(mean), constraint.told(masks, step)

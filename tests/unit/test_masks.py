@@ -253,6 +253,15 @@ def test_every_family_is_cut_on_all_axes_at_once(tmp_path: Path, causal_family: 
     assert (masked - compact).abs().max() <= 1e-5 * max(1.0, float(compact.abs().max()))
 
 
+def test_masks_that_diverge_end_the_run(tmp_path: Path) -> None:
+    """Named with the step and the rate, in the first one as well."""
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(DraftsmithError, match=r"step 1: .* learning rate \(now 0.5\)"):
+        learn(model, tmp_path)
+
+
 def test_noise_depends_on_seed_and_step_alone() -> None:
     def draw(seed: int, step: int) -> list[float]:
         return torch.rand(4, generator=train._generator(seed, step, torch.device("cpu"))).tolist()
