@@ -98,8 +98,8 @@ class TargetLogits:
     """
 
     logits: Tensor
-    # About 16 are alive at once, and allocators keep as much again of what was freed.
-    copies: ClassVar[int] = 32
+    # About 16 are alive at once; allocators keep as much again, and more, of what was freed.
+    copies: ClassVar[int] = 48
 
     def __getitem__(self, rows: slice) -> Self:
         """The same at some of the positions."""
