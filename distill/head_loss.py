@@ -26,8 +26,10 @@ from draftsmith.distill.losses import (
     select,
 )
 
-# Memory for the tensors of one chunk.
+# Memory for the tensors of one chunk, but never so little that its products wait for the weights:
+# each chunk reads the whole head several times.
 CHUNK_BYTES = 256 * 2**20
+LEAST_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,12 @@ class HeadLoss:
         columns: ids over which both distributions are normalised, in rising order, or the first so
             many; none: all. Where target and drafter pad their vocabularies differently: the ids
             that both have (case A26).
-        chunk_bytes: memory for the tensors of one chunk of tokens.
+        chunk_bytes: memory for the tensors of one chunk of tokens; none: as `chunk_tokens`.
     """
 
     loss: Loss
     columns: Columns | None = None
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None
 
     @classmethod
     def over_commonest(
@@ -263,17 +265,21 @@ class LossHead(nn.Module):
 
 
 def chunk_tokens(
-    tokens: int, vocabulary: int, chunk_bytes: int = CHUNK_BYTES, copies: int = Traces.copies
+    tokens: int,
+    vocabulary: int,
+    chunk_bytes: int | None = None,
+    copies: int = Traces.copies,
 ) -> int:
     """Tokens of a chunk: as many as the memory holds, spread evenly over the chunks; at least 1.
 
     Args:
         tokens: in all.
         vocabulary: logits of each.
-        chunk_bytes: memory.
+        chunk_bytes: memory; none: `CHUNK_BYTES`, or what `LEAST_TOKENS` take.
         copies: as `Signal.copies`.
     """
-    most = max(1, chunk_bytes // (4 * copies * vocabulary))
+    least = LEAST_TOKENS if chunk_bytes is None else 1
+    most = max(least, (chunk_bytes or CHUNK_BYTES) // (4 * copies * vocabulary))
     chunks = max(1, -(-tokens // most))
     return max(1, -(-tokens // chunks))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.head_loss import (
+    LEAST_TOKENS,
     HeadLoss,
     LiveTarget,
     LossHead,
@@ -317,3 +318,9 @@ def test_no_tensor_of_all_logits_exists() -> None:
 def test_chunks_fit_the_memory_and_are_even(tokens: int, chunk_bytes: int, expected: int) -> None:
     """Of 60 tokens that fit, 50: two equal chunks instead of 60 and 40."""
     assert chunk_tokens(tokens, 10, chunk_bytes) == expected
+
+
+def test_a_large_vocabulary_does_not_shrink_chunks_to_nothing() -> None:
+    """Else every few tokens would read the whole head again; unless memory is given."""
+    assert chunk_tokens(2048, 10**6) == pytest.approx(LEAST_TOKENS, abs=1)
+    assert chunk_tokens(2048, 10**6, 2**20) == 1
