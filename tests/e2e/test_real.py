@@ -1,6 +1,7 @@
 """The packaged SmolLM2-135M-Instruct: loaded, cut, spoken with, exported."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.slicing import Selection, compact_model, layers_of
 from draftsmith.data.chat import read_prompts, user_turn
 from draftsmith.prune.masks import applied, hard_masks
+from draftsmith.prune.train import learn_masks
 from draftsmith.recipes.inspection import inspect
+from draftsmith.recipes.schema import PruneSettings
 from tests.e2e.test_run import command
+from tests.unit.test_batches import trace_rows
 
 # The quickstart of the fixture counts for the first test that asks for it.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
@@ -99,6 +103,28 @@ def test_masked_equals_compact(target: Any) -> None:
     ids = torch.randint(3, 49152, (1, 24), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         with applied(target, family, shape, hard_masks(selection, shape)):
+            masked = target(input_ids=ids).logits
+        difference = (compact(input_ids=ids).logits - masked).abs().max()
+    assert difference <= 1e-5 * masked.abs().max()
+
+
+def test_a_wide_shape_is_learned_on_all_axes_at_once(target: Any, tmp_path: Path) -> None:
+    """Few layers and every width cut, as in the paper's recipes; exact, and what was masked."""
+    family = families()[target.config.model_type]
+    source = shape_of(target.config, family)
+    counts = {"layers": 6, "kv_heads": 2, "heads_per_group": 2, "ffn": 1024, "hidden": 384}
+    drafter = replace(source, **counts)
+    settings = PruneSettings(steps=3, warmup=2, batch=2, max_length=24, exchange=0)
+    rows = trace_rows(4, model=target)
+    found = learn_masks(
+        target, family, source, drafter, rows, settings, seed=0, state=tmp_path / "state"
+    )
+    compact = compact_model(target, family, found.selection)
+    assert shape_of(compact.config, family) == drafter
+    ids = torch.randint(3, 49152, (1, 24), generator=torch.Generator().manual_seed(0))
+    masks = hard_masks(found.selection, source)
+    with torch.inference_mode():
+        with applied(target, family, source, masks):
             masked = target(input_ids=ids).logits
         difference = (compact(input_ids=ids).logits - masked).abs().max()
     assert difference <= 1e-5 * masked.abs().max()
