@@ -682,6 +682,9 @@ def _worker(
     except Exception as error:  # told to the parent, which raises it
         name = "" if isinstance(error, DraftsmithError) else f"{type(error).__name__}: "
         finished.put((-1, [], f"{name}{error}"))
+    finally:
+        # Python prints what is raised while it ends.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 _ENGINES = {
