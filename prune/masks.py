@@ -282,9 +282,12 @@ def _skipped(hooks: ExitStack, block: nn.Module, z: Tensor) -> bool:
     """Let a closed block pass its input on without computing; whether it is closed.
 
     A hard-concrete z of exactly 0 has no gradient, so nothing is lost, and late in a run most
-    blocks are closed. Only on a CPU: elsewhere, looking at z would wait for the device.
+    blocks are closed. Only on a CPU: elsewhere, looking at z would wait for the device. Not where
+    weights learn: theirs must be a gradient of 0, since ZeRO 3 takes that of an earlier step for
+    one that is missing, and a plain optimizer leaves the weight alone.
     """
-    if z.device.type != "cpu" or float(z.detach()) != 0.0:
+    learning = torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters())
+    if learning or z.device.type != "cpu" or float(z.detach()) != 0.0:
         return False
     block.forward = lambda hidden_states, *args, **kwargs: hidden_states
     hooks.callback(lambda: delattr(block, "forward"))

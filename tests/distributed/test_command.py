@@ -75,7 +75,7 @@ def test_two_processes_learn_the_masks_of_one(
     tiny_recipe: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     """Losses, expected counts, the choice and the weights; killed after a save as well."""
-    asked = ["accumulate=2", "batch=2", "steps=24", *more]
+    asked = ["accumulate=2", "batch=2", "steps=24", "mask_lr=0.15", *more]
     asked = [word for key in asked for word in ("-s", f"prune.{key}")]
     two, one = tmp_path / "two", tmp_path / "one"
     assert command("trace", tiny_recipe, "--out", two, cwd=tmp_path).returncode == 0
@@ -97,7 +97,7 @@ def test_two_processes_learn_the_masks_of_one(
     assert len(told[0]["step"]) == 24
     for name, values in told[0].items():
         # Where weights learn, Adam makes much of a gradient that is rounding error.
-        atol = 1e-3 if "weights_lr=1e-3" in more else 1e-5
+        atol = 5e-3 if "weights_lr=1e-3" in more else 1e-5
         assert torch.allclose(values.float(), told[1][name].float(), rtol=1e-4, atol=atol), name
         assert torch.allclose(values[:3].float(), told[1][name][:3].float(), atol=2e-5), name
     found, expected = weights(two, "pruned"), weights(one, "pruned")

@@ -98,17 +98,29 @@ def test_hooks_and_skipped_blocks_leave_no_trace() -> None:
 
 
 def test_skipping_a_closed_block_equals_computing_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
+    model = make_model().requires_grad_(False)
     tokens = torch.arange(3, 20)[None]
     z = {"layers": torch.tensor([1.0, 0.0, 0.4, 0.0])}
+    left_out = []
 
     def logits() -> torch.Tensor:
         with applied(model, families()["llama"], SHAPE, z):
+            left_out.append(["forward" in vars(block) for block in model.model.layers])
             return model(input_ids=tokens).logits
 
     skipped = logits()
+    assert left_out == [[False, True, False, True]]
     monkeypatch.setattr("draftsmith.prune.masks._skipped", lambda *args: False)
     assert torch.equal(skipped, logits())
+
+
+def test_weights_of_closed_blocks_get_a_gradient_of_zero() -> None:
+    """None at all would be taken for that of an earlier step under ZeRO 3, and for rest without."""
+    model = make_model()
+    with applied(model, families()["llama"], SHAPE, {"layers": torch.tensor([1.0, 0.0, 1.0, 0.0])}):
+        model(input_ids=torch.arange(3, 20)[None]).logits.square().sum().backward()
+    closed = model.model.layers[1].parameters()
+    assert all(p.grad is not None and not p.grad.any() for p in closed)
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0])
