@@ -4,7 +4,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftsmith.checkpoints import provenance
@@ -32,6 +32,16 @@ def ratio(seconds: Mapping[str, list[float]], over: str, under: str) -> dict[str
     """Median of the ratios of neighbouring runs, with the smallest and largest."""
     ratios = [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+
+
+def over_seeds(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], digits: int
+) -> dict[str, list[float]]:
+    """Mean, lowest and highest of each figure over the rows of some seeds, rounded."""
+    return {
+        name: [round(f([row[name] for row in rows]), digits) for f in (statistics.mean, min, max)]
+        for name in names
+    }
 
 
 def report(figures: dict[str, Any]) -> None:

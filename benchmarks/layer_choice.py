@@ -12,7 +12,6 @@ on.
 """
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import TARGET, report
+from common import TARGET, over_seeds, report
 from losses import finished, keep
 
 from draftsmith.checkpoints.devices import compute_dtype
@@ -146,10 +145,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for way in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == way]
         names = ("emitted_per_round", "top1", "forward_kl", "forward_kl_before")
-        table[way] = {"kept": [row["kept"] for row in own]} | {
-            name: [round(f([row[name] for row in own]), 3) for f in (statistics.mean, min, max)]
-            for name in names
-        }
+        table[way] = {"kept": [row["kept"] for row in own]} | over_seeds(own, names, 3)
     return table
 
 

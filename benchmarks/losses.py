@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import TARGET, interleaved, report
+from common import TARGET, interleaved, over_seeds, report
 
 from draftsmith.checkpoints.devices import compute_dtype
 from draftsmith.checkpoints.families import family_of
@@ -198,15 +198,8 @@ def summary(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str,
     table = {}
     for way in ways:
         own = [row for row in rows if row["way"] == way]
-        figures = ("emitted_per_round", "top1", "acceptance_sampling")
-        table[way] = {"steps": own[0]["steps"], "seeds": len(own)} | {
-            name: [
-                round(statistics.mean(row[name] for row in own), 4),
-                round(min(row[name] for row in own), 4),
-                round(max(row[name] for row in own), 4),
-            ]
-            for name in figures
-        }
+        figures = over_seeds(own, ("emitted_per_round", "top1", "acceptance_sampling"), 4)
+        table[way] = {"steps": own[0]["steps"], "seeds": len(own)} | figures
     return table
 
 
