@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.shape import Shape, changed_axes, shape_of
 from draftsmith.errors import DraftsmithError
+from draftsmith.prune import masks as masks_module
 from draftsmith.prune import train
 from draftsmith.prune.baselines import select_by_position
 from draftsmith.prune.exchange import exchange_parts
@@ -85,6 +86,20 @@ def test_gradients_reach_every_open_mask() -> None:
         model(input_ids=torch.arange(3, 20)[None]).logits.square().sum().backward()
     for axis in axes:
         assert (masks.log_alpha[axis].grad != 0).all(), axis
+
+
+@pytest.mark.parametrize("size", [(), (6,)])
+def test_a_product_that_keeps_its_result_has_the_gradients_of_any_other(
+    size: tuple[int, ...],
+) -> None:
+    """In float64; and where z is 0, none for z."""
+    x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    z = (torch.rand(size, dtype=torch.float64) + 0.1).requires_grad_()
+    assert torch.autograd.gradcheck(masks_module._scaled, (x, z))
+    closed = torch.zeros(size, dtype=torch.float64, requires_grad=True)
+    masks_module._scaled(x, closed).sum().backward()
+    assert closed.grad is not None
+    assert not closed.grad.any()
 
 
 def test_hooks_and_skipped_blocks_leave_no_trace() -> None:
