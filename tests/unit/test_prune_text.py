@@ -3,18 +3,29 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import load_model
+from draftsmith.checkpoints.shape import shape_of
+from draftsmith.distill.batches import collate
+from draftsmith.distill.engine import Ranks
+from draftsmith.distill.teacher import Teacher
 from draftsmith.errors import RequestError
 from draftsmith.prune import train
+from draftsmith.prune.objective import Objective
+from draftsmith.prune.text import MixtureText
 from draftsmith.prune.trajectory import FILE, Trajectory
 from draftsmith.recipes.loading import load
 from draftsmith.recipes.run import Run, run_stages
+from draftsmith.recipes.schema import PruneSettings
+from tests.conftest import make_model, make_tokenizer
+from tests.unit.test_batches import trace_rows
 
 CE = ["prune.objective=ce", "prune.weights_lr=1e-3"]
 ACCEPTANCE = ["prune.objective=acceptance", "prune.teacher=live"]
@@ -98,6 +109,36 @@ def test_shares_rise_where_the_loss_is_above_its_reference(
     stories = [entry["shares"]["stories"] for entry in shares]
     assert stories == sorted(stories)
     assert stories[-1] > 0.9 > stories[0] == 0.5
+
+
+@pytest.mark.filterwarnings("ignore:recipe.prune.mixture")
+def test_what_is_drawn_follows_the_shares(tiny_recipe: Path, mixture: list[str]) -> None:
+    more = [*CE, "prune.mixture.update=loss", "prune.mixture.reference={stories: 1.0, lists: 1.0}"]
+    settings = load(str(tiny_recipe), mixture + more).prune
+    assert settings.mixture is not None
+    text = MixtureText(settings.mixture, make_tokenizer(), settings, seed=0)
+    losses = iter((9.0, 1.0))
+    measured = SimpleNamespace(device=torch.device("cpu"), under=lambda *_: next(losses))
+    masks = SimpleNamespace(gates=dict)
+    text.after(2, masks, measured, Ranks())  # type: ignore[arg-type]
+    assert text.history()[-1]["measured"] == {"stories": 9.0, "lists": 1.0}
+    before = dict(text._stream.mixture.drawn)
+    for step in range(3, 13):
+        text.of_step(step, Ranks())
+    drawn = {name: count - before[name] for name, count in text._stream.mixture.drawn.items()}
+    assert drawn == {"stories": 10 * settings.batch, "lists": 0}
+
+
+def test_choices_are_compared_with_an_unmasked_target() -> None:
+    """The target is the source itself, closed while it is measured."""
+    model = make_model()
+    family = families()["llama"]
+    source = shape_of(model.config, family)
+    settings = PruneSettings(objective="acceptance", teacher="live")
+    objective = Objective.of(model, family, source, [], settings, teacher=Teacher(model))
+    batch = collate(trace_rows(4), 32)
+    assert objective.under({}, [batch]) == pytest.approx(0.0, abs=1e-5)
+    assert objective.under({"layers": torch.zeros(source.layers)}, [batch]) > 0.3
 
 
 def test_a_live_target_that_is_the_source_is_asked_unmasked(
