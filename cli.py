@@ -4,9 +4,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 
@@ -14,7 +14,7 @@ from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.recipes.loading import choices, description
 from draftsmith.recipes.loading import settings as settings_of
-from draftsmith.recipes.schema import PruneSettings, ScoreSettings
+from draftsmith.recipes.schema import ExportSettings, PruneSettings, Runtime, ScoreSettings
 
 # On busy cores, threads that spin while they wait make torch ten times slower. Both are read
 # when torch starts, so they are set before anything imports it.
@@ -57,11 +57,13 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback o
 
 # Where an option is a setting of recipes too, both have one default and one description.
 _SCORE = ScoreSettings()
+_EXPORT = ExportSettings()
+_RUNTIMES = ", ".join(get_args(Runtime))
 
 
-def _setting(name: str) -> Any:
-    words = "|".join(choices(ScoreSettings, name)) or None
-    return typer.Option(metavar=words, help=description(ScoreSettings, name))
+def _setting(name: str, of: type = ScoreSettings) -> Any:
+    words = "|".join(choices(of, name)) or None
+    return typer.Option(metavar=words, help=description(of, name))
 
 
 def _grid(what: str) -> Any:
@@ -395,19 +397,27 @@ def export(
     drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="folder, hub id or .gguf file")],
     target: Annotated[str, typer.Option(help="the model that it drafts for")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="a folder that does not exist yet")],
-    to: Annotated[str, typer.Option(help="formats, of hf and gguf")] = "hf,gguf",
-    gguf_type: Annotated[str, typer.Option(help="F32, F16 or Q8_0")] = "F32",
+    to: Annotated[
+        str,
+        typer.Option(metavar="NAME,NAME", help=f"{description(ExportSettings, 'to')}: {_RUNTIMES}"),
+    ] = ",".join(_EXPORT.to),
+    gguf_type: Annotated[str, _setting("gguf_type", ExportSettings)] = _EXPORT.gguf_type,
+    precision: Annotated[str, _setting("precision", ExportSettings)] = _EXPORT.precision,
+    lookahead: Annotated[int, _setting("lookahead", ExportSettings)] = _EXPORT.lookahead,
+    tensor_parallel: Annotated[
+        int, _setting("tensor_parallel", ExportSettings)
+    ] = _EXPORT.tensor_parallel,
+    max_length: Annotated[int | None, _setting("max_length", ExportSettings)] = None,
     allow_pickle: AllowPickleOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Write a drafter for the runtimes that serve it, and compare what was written."""
+    options = {
+        name: value for name, value in locals().items() if name in {f.name for f in fields(_EXPORT)}
+    }
     with _session(quiet, debug):
-        formats = tuple(to.split(","))
-        if unknown := set(formats) - {"hf", "gguf"}:
-            raise RequestError(f"--to {to}: {', '.join(sorted(unknown))} is not among hf, gguf")
-        if gguf_type not in ("F32", "F16", "Q8_0"):
-            raise RequestError(f"--gguf-type {gguf_type}: not among F32, F16, Q8_0")
+        settings = settings_of(ExportSettings, options | {"to": tuple(to.split(","))})
         if out.exists():
             raise RequestError(f"--out {out}: is there already; name a new folder")
         from draftsmith.checkpoints import provenance
@@ -419,10 +429,8 @@ def export(
         quiet_transformers()
         drafter_ref, target_ref = resolve(drafter, allow_pickle), resolve(target, allow_pickle)
         with new_folder(out) as partial:
-            export_drafter(drafter_ref, target_ref, partial, formats, gguf_type)
-            provenance.write_command(
-                partial, {"to": to, "gguf_type": gguf_type}, (drafter_ref, target_ref)
-            )
+            export_drafter(drafter_ref, target_ref, partial, settings)
+            provenance.write_command(partial, asdict(settings), (drafter_ref, target_ref))
         print(out)
 
 

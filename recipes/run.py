@@ -161,7 +161,8 @@ def check(run: Run) -> Shape:
     from draftsmith.accept.pairing import prompts_for
     from draftsmith.accept.samples import check_samples
     from draftsmith.accept.verify import Verification
-    from draftsmith.checkpoints.export import gguf
+    from draftsmith.checkpoints.export import preflight
+    from draftsmith.checkpoints.export.base import Candidate
     from draftsmith.prune.baselines import check_method
 
     config = load_config(run.source)
@@ -184,8 +185,9 @@ def check(run: Run) -> Shape:
     if score.samples:
         asked = Verification.of(score, run.recipe.seed)
         check_samples(len(prompts[: score.decode_prompts]), asked, score.samples)
-    if "gguf" in run.recipe.export.to:
-        gguf.preflight(config, family, shape, run.target, run.recipe.export.gguf_type)
+    candidate = Candidate(config, family, shape, run.target)
+    for note in preflight(candidate, run.recipe.export):
+        say(f"note: {note}")
     return shape
 
 
@@ -583,10 +585,7 @@ def _score(run: Run, folder: Path) -> None:
 def _export(run: Run, folder: Path) -> None:
     from draftsmith.checkpoints.export import export_drafter
 
-    settings = run.recipe.export
-    export_drafter(
-        resolve(str(run.folder("distilled"))), run.target, folder, settings.to, settings.gguf_type
-    )
+    export_drafter(resolve(str(run.folder("distilled"))), run.target, folder, run.recipe.export)
 
 
 def read_score(run: Run) -> dict[str, Any]:

@@ -667,16 +667,45 @@ class ScoreSettings:
         return self
 
 
+Runtime = Literal[
+    "hf",
+    "gguf",
+    "onnx",
+    "ort-genai",
+    "openvino",
+    "ctranslate2",
+    "vllm",
+    "sglang",
+    "tensorrt-llm",
+]
+
+
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class ExportSettings:
     """The runtimes to write for."""
 
-    to: Annotated[
-        tuple[Literal["hf", "gguf"], ...], Field(min_length=1, description="formats to write")
-    ] = ("hf", "gguf")
+    to: Annotated[tuple[Runtime, ...], Field(min_length=1, description="runtimes to write for")] = (
+        "hf",
+        "gguf",
+    )
     gguf_type: Annotated[
-        Literal["F32", "F16", "Q8_0"], Field(description="tensor type of the GGUF")
+        Literal["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"],
+        Field(description="tensor type of the GGUF's matrices"),
     ] = "F32"
+    precision: Annotated[
+        Literal["float32", "float16", "int8", "int4"],
+        Field(description="of weights for onnx, ort-genai, openvino and ctranslate2"),
+    ] = "float32"
+    lookahead: Annotated[
+        PositiveInt, Field(description="proposals of a round that launch configurations ask for")
+    ] = 4
+    tensor_parallel: Annotated[
+        PositiveInt, Field(description="GPUs that share a layer in vllm, sglang, tensorrt-llm")
+    ] = 1
+    max_length: Annotated[
+        PositiveInt | None,
+        Field(description="tokens of a text that the runtime is to serve; none: the target's"),
+    ] = None
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

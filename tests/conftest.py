@@ -141,6 +141,24 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
+def job_of(model: Any, target: Path) -> Any:
+    """A drafter that is exported for a saved target."""
+    from draftsmith.checkpoints.export.base import Job
+    from draftsmith.checkpoints.formats import resolve
+    from draftsmith.checkpoints.pair import check_pair
+    from draftsmith.checkpoints.shape import shape_of
+
+    family, ref = families()[model.config.model_type], resolve(str(target))
+    return Job(
+        model.config,
+        family,
+        shape_of(model.config, family),
+        ref,
+        model=model,
+        pair=check_pair(ref, ref),
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Any:
     """The tiny llama: 4 layers, 4 heads / 2 KV heads of 8, hidden 32, FFN 64."""

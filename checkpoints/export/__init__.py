@@ -1,58 +1,93 @@
 """Drafters for the runtimes that serve them: one file a runtime, each reloaded and compared."""
 
+import importlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
 from draftsmith.checkpoints.formats import ModelRef
-from draftsmith.checkpoints.loading import describe, load_config, load_model
+from draftsmith.checkpoints.loading import describe, load_config
 from draftsmith.checkpoints.pair import check_pair
 from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.data.files import storage, write_json
 from draftsmith.data.progress import say
-from draftsmith.errors import RequestError
+from draftsmith.recipes.schema import ExportSettings
+
+if TYPE_CHECKING:
+    from draftsmith.checkpoints.export.base import Candidate, Exporter
+
+FILE = "export.json"
+# Launched with the folder that `hf` writes.
+_OF_HF = ("vllm", "sglang", "tensorrt-llm")
+
+
+def exporter(runtime: str) -> "Exporter":
+    """The module that writes for a runtime."""
+    name = runtime.replace("-", "_")
+    return cast("Exporter", importlib.import_module(f"draftsmith.checkpoints.export.{name}"))
+
+
+def with_needed(to: Sequence[str]) -> tuple[str, ...]:
+    """The runtimes, each after what it builds on."""
+    first = ("hf",) if set(to).intersection(_OF_HF) else ()
+    return tuple(dict.fromkeys((*first, *to)))
+
+
+def preflight(candidate: "Candidate", settings: ExportSettings) -> list[str]:
+    """Refuse a drafter that a runtime of the recipe can't serve; returns notes of all.
+
+    Raises:
+        RequestError: naming the runtime, the reason and the cure.
+    """
+    return [
+        f"export {runtime}: {note}"
+        for runtime in with_needed(settings.to)
+        for note in exporter(runtime).preflight(candidate, settings)
+    ]
 
 
 def export_drafter(
-    drafter: ModelRef, target: ModelRef, folder: Path, to: tuple[str, ...], gguf_type: str
+    drafter: ModelRef, target: ModelRef, folder: Path, settings: ExportSettings
 ) -> dict[str, Any]:
     """Write a drafter for runtimes and compare what was written; returns `export.json`'s content.
 
+    Args:
+        drafter: what is exported.
+        target: the model that it drafts for; the same, to export a target.
+        folder: of the export.
+        settings: the recipe's `export`.
+
     Raises:
-        RequestError: the tokenizers differ, or a format can't take the model.
+        RequestError: the tokenizers differ, or a runtime can't take the model.
         DraftsmithError: an export read back wrong.
     """
-    from draftsmith.checkpoints.export import gguf, hf
+    import torch
+
+    from draftsmith.checkpoints.export.base import Candidate, Job
+    from draftsmith.checkpoints.loading import load_model
 
     pair = check_pair(target, drafter)
-    for note in pair.notes:
-        say(f"note: {note}")
     config = load_config(drafter)
     family, shape = describe(config, drafter)
     token_map = TokenMap.read(drafter.folder, shape.vocab)
-    if "gguf" in to:
-        if token_map is not None:
-            raise RequestError(
-                f"export gguf: {drafter.spec} has a cut vocabulary, and llama.cpp needs the "
-                "target's; export it to hf"
-            )
-        gguf.preflight(config, family, shape, target, gguf_type)
+    candidate = Candidate(config, family, shape, target, token_map)
+    for note in (*pair.notes, *preflight(candidate, settings)):
+        say(f"note: {note}")
     # Exactly what was trained, whatever this machine computes best.
     model = load_model(drafter, device="cpu", dtype=torch.float32, target_ids=False)
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    job = Job(model.config, family, shape, target, token_map, model=model, pair=pair)
     report: dict[str, Any] = {
         "drafter": drafter.spec,
         "target": target.spec,
         "shape": str(shape),
         "pair": {"verdict": pair.verdict, "notes": pair.notes},
     }
-    if "hf" in to:
-        report["hf"] = asdict(hf.export(model, target, folder / "hf", token_map))
-    if "gguf" in to:
-        path = folder / f"drafter-{gguf_type}.gguf"
-        report["gguf"] = asdict(gguf.export(model, family, target, path, gguf_type))
-    write_json(folder / "export.json", report)
+    for runtime in with_needed(settings.to):
+        say(f"export {runtime}")
+        report[runtime] = asdict(exporter(runtime).export(job, folder, settings))
+    with storage(folder):
+        write_json(folder / FILE, report)
     return report

@@ -1,23 +1,25 @@
 """A GGUF file for llama.cpp, with the target's own vocabulary so that it takes the pair."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.checkpoints.export.parity import Parity, compare
+from draftsmith.checkpoints.export.base import Candidate, Job, Report
+from draftsmith.checkpoints.export.parity import check_readable
 from draftsmith.checkpoints.families.base import Family, template_of
 from draftsmith.checkpoints.formats import ModelRef, resolve
 from draftsmith.checkpoints.gguf_files import gguf_names, open_gguf
 from draftsmith.checkpoints.layout import layout_of
 from draftsmith.checkpoints.loading import load_model, load_tokenizer
 from draftsmith.checkpoints.pair import check_tokenizer_rows
-from draftsmith.checkpoints.shape import Shape, shape_of
+from draftsmith.checkpoints.shape import Shape
 from draftsmith.data.files import write_file
 from draftsmith.errors import DraftsmithError, RequestError
+from draftsmith.recipes.schema import ExportSettings
 
 # llama.cpp splits text by a named rule before merging. These are the names of the rules of
 # tokenizer.json that it knows, by their steps; a Split is told by its expression.
@@ -32,45 +34,59 @@ _PRE_TOKENIZERS = {
     (_WORDS % r"\p{N}{1,3}", "ByteLevel"): "llama-bpe",
 }
 
+_LAUNCH = "llama-server -m TARGET.gguf -md {file} --spec-type draft-simple --draft-max {lookahead}"
 
-def export(model: Any, family: Family, target: ModelRef, path: Path, tensor_type: str) -> Parity:
-    """Write `path`, then read it back with transformers' own GGUF reader and compare.
 
-    Args:
-        model: the drafter.
-        family: its table.
-        target: whose vocabulary is written.
-        path: the file.
-        tensor_type: F32, F16 or Q8_0; norms stay F32.
+def export(job: Job, folder: Path, settings: ExportSettings) -> Report:
+    """Write the file, then read it back and compare.
 
     Raises:
-        RequestError: the family or the tokenizer has no GGUF form here.
         DraftsmithError: shapes differ between layers, or the file reads back wrong.
     """
-    shape = shape_of(model.config, family)
-    preflight(model.config, family, shape, target, tensor_type)
-    _check_uniform(model, family)
-    write_file(path, lambda partial: _write(model, family, shape, target, partial, tensor_type))
-    return compare(load_model(resolve(str(path)), device="cpu"), model, tensor_type, str(path))
+    kind = settings.gguf_type
+    path = folder / f"drafter-{kind}.gguf"
+    write(job, path, kind)
+    written = resolve(str(path))
+    # How text is split is asked of the runtime itself: transformers reads some rules otherwise.
+    model = load_model(written, device="cpu")
+    parity = check_readable(model, job.model, kind, str(path), (None, None))
+    launch = _LAUNCH.format(file=path.name, lookahead=settings.lookahead)
+    return Report((path.name,), launch, parity)
 
 
-def preflight(
-    config: Any, family: Family, shape: Shape, target: ModelRef, tensor_type: str
-) -> None:
-    """Refuse what can't be written, from config and tokenizer alone: before any training.
+def write(job: Job, path: Path, tensor_type: str) -> None:
+    """Write the file alone.
 
     Args:
-        config: of the drafter, or of the source that it is cut from.
-        family: its table.
-        shape: the drafter's.
-        target: whose vocabulary is to be written.
-        tensor_type: F32, F16 or Q8_0.
+        job: the drafter, and the target whose vocabulary is written.
+        path: the file.
+        tensor_type: of the matrices; norms stay F32.
+
+    Raises:
+        DraftsmithError: shapes differ between layers.
+    """
+    _check_uniform(job.model, job.family)
+    write_file(
+        path,
+        lambda partial: _write(job.model, job.family, job.shape, job.target, partial, tensor_type),
+    )
+
+
+def preflight(candidate: Candidate, settings: ExportSettings) -> Sequence[str]:
+    """Refuse what can't be written.
 
     Raises:
         RequestError: naming what has no GGUF form here, and what to do instead.
     """
     import gguf
 
+    config, family, shape = candidate.config, candidate.family, candidate.shape
+    target, tensor_type = candidate.target, settings.gguf_type
+    if candidate.token_map is not None:
+        raise RequestError(
+            "export gguf: the drafter has a cut vocabulary, and llama.cpp needs the target's; "
+            "export it to hf"
+        )
     if family.gguf is None:
         raise RequestError(f"export gguf: family {family.name} has no GGUF architecture here")
     window = getattr(config, "sliding_window", None)
@@ -96,6 +112,7 @@ def preflight(
         _check_copied_rows(target, shape.vocab)
     else:
         _bpe(tokenizer, target)
+    return ()
 
 
 def _check_uniform(model: Any, family: Family) -> None:

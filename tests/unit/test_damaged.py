@@ -30,7 +30,7 @@ from draftsmith.checkpoints.inspection import inspect_checkpoint
 from draftsmith.checkpoints.loading import load_model, quiet_transformers
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.errors import DraftsmithError
-from tests.conftest import make_model, make_tokenizer
+from tests.conftest import job_of, make_model, make_tokenizer
 from tests.matrix import inputs
 
 Damage = Callable[[Path, random.Random], None]
@@ -136,8 +136,7 @@ def write_checksummed(model: Any, family: Family, path: Path, scratch: Path) -> 
 def write_gguf(model: Any, family: Family, path: Path, scratch: Path) -> None:
     """As draftsmith exports it."""
     write_plain(model, family, scratch / "source", scratch)
-    source = resolve(str(scratch / "source"))
-    gguf.export(model, family, source, path.with_suffix(".gguf"), "F32")
+    gguf.write(job_of(model, scratch / "source"), path.with_suffix(".gguf"), "F32")
 
 
 WRITERS: dict[str, Callable[[Any, Family, Path, Path], None]] = {

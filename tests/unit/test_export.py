@@ -15,7 +15,8 @@ from draftsmith.checkpoints.loading import load_model, load_tokenizer
 from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.errors import DraftsmithError, RequestError
-from tests.conftest import TINY_VOCAB, make_model, make_tokenizer
+from draftsmith.recipes.schema import ExportSettings
+from tests.conftest import TINY_VOCAB, job_of, make_model, make_tokenizer
 
 # GGUF has no windows for these families, and mistral's default is one.
 NO_WINDOW = {"sliding_window": None}
@@ -30,10 +31,9 @@ def ids() -> torch.Tensor:
 def export_gguf(
     model: Any, save: Callable[..., Path], tmp_path: Path, kind: str = "F32", tokenizer: Any = None
 ) -> Path:
-    target = resolve(str(save(model, tokenizer)))
-    path = tmp_path / "drafter.gguf"
-    gguf.export(model, families()[model.config.model_type], target, path, kind)
-    return path
+    job, settings = job_of(model, save(model, tokenizer)), ExportSettings(gguf_type=kind)
+    gguf.preflight(job, settings)
+    return tmp_path / gguf.export(job, tmp_path, settings).files[0]
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,7 @@ def test_A17_uneven_layers_are_refused_by_name(save: Callable[..., Path], tmp_pa
         setattr(mlp, name, torch.nn.Linear(32, 48, bias=False))
     mlp.down_proj = torch.nn.Linear(48, 32, bias=False)
     with pytest.raises(DraftsmithError, match=r"layers\.1\.mlp\.\w+\.weight is \(48, 32\)"):
-        gguf.export(
-            model, families()["llama"], resolve(str(save(make_model()))), tmp_path / "x.gguf", "F32"
-        )
+        gguf.export(job_of(model, save(make_model())), tmp_path, ExportSettings())
     assert not list(tmp_path.glob("*.gguf*"))
 
 
@@ -125,9 +123,9 @@ def test_A32_a_gguf_targets_vocabulary_is_copied_field_by_field(
     from gguf import GGUFReader
 
     first = export_gguf(make_model(), save, tmp_path)
-    target, drafter = resolve(str(first)), make_model(seed=1, num_hidden_layers=2)
-    second = tmp_path / "second.gguf"
-    gguf.export(drafter, families()["llama"], target, second, "F32")
+    drafter, folder = make_model(seed=1, num_hidden_layers=2), tmp_path / "second"
+    folder.mkdir()
+    second = folder / gguf.export(job_of(drafter, first), folder, ExportSettings()).files[0]
 
     def vocabulary(path: Path) -> dict[str, Any]:
         fields = GGUFReader(path).fields
@@ -149,10 +147,12 @@ def test_A2_a_reordered_tokenizer_is_refused_before_weights(
     vocab[a], vocab[b] = 8, 7
     file.write_text(json.dumps(plain))
     monkeypatch.setattr(
-        "draftsmith.checkpoints.export.load_model", lambda *a: pytest.fail("weights were loaded")
+        "draftsmith.checkpoints.loading.load_model", lambda *a: pytest.fail("weights were loaded")
     )
     with pytest.raises(RequestError, match=r"different tokenizers: id 7 is "):
-        export_drafter(resolve(str(drafter)), resolve(str(target)), tmp_path, ("hf",), "F32")
+        export_drafter(
+            resolve(str(drafter)), resolve(str(target)), tmp_path, ExportSettings(to=("hf",))
+        )
 
 
 def test_hf_folder_works_as_assistant_model(save: Callable[..., Path], tmp_path: Path) -> None:
@@ -160,8 +160,10 @@ def test_hf_folder_works_as_assistant_model(save: Callable[..., Path], tmp_path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target, drafter = make_model(), make_model(seed=1, num_hidden_layers=2)
-    parity = hf.export(drafter, resolve(str(save(target))), tmp_path / "hf")
-    assert parity.max_difference == 0.0
+    report = hf.export(job_of(drafter, save(target)), tmp_path, ExportSettings())
+    assert report.parity is not None
+    assert report.parity.max_difference == 0.0
+    assert report.parity.strings_compared
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert (
         AutoTokenizer.from_pretrained(tmp_path / "hf").get_vocab() == make_tokenizer().get_vocab()
@@ -205,11 +207,8 @@ def test_what_cannot_be_written_is_known_before_training(
     changes: dict[str, Any], message: str, save: Callable[..., Path]
 ) -> None:
     model = make_model(**changes)
-    family = families()["llama"]
     with pytest.raises(RequestError, match=message):
-        gguf.preflight(
-            model.config, family, shape_of(model.config, family), resolve(str(save(model))), "Q8_0"
-        )
+        gguf.preflight(job_of(model, save(model)), ExportSettings(gguf_type="Q8_0"))
 
 
 def test_masks_of_another_model_are_refused(save: Callable[..., Path], tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from draftsmith.checkpoints.export import gguf as export_gguf
-from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.inspection import inspect_checkpoint
 from draftsmith.checkpoints.loading import load_model
-from tests.conftest import make_model
+from tests.conftest import job_of, make_model
 
 # Byte offsets of the half-precision scales in a block of 256 weights.
 K_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -78,8 +77,7 @@ def test_every_type_is_read(
     kind: str, wide: Any, save: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = tmp_path / "f32.gguf"
-    target = resolve(str(save(wide)))
-    export_gguf.export(wide, families()["llama"], target, source, "F32")
+    export_gguf.write(job_of(wide, save(wide)), source, "F32")
     path = tmp_path / "other.gguf"
     values = rewritten(source, path, kind)
     model = load_model(resolve(str(path)))

@@ -19,6 +19,7 @@ from draftsmith.prune.lagrangian import Lagrangian
 from draftsmith.prune.masks import LearnableMasks
 from draftsmith.prune.trajectory import Trajectory
 from draftsmith.recipes.inspection import inspect, plot_masks, render
+from draftsmith.recipes.schema import ExportSettings
 from tests.conftest import make_model, make_tokenizer
 
 Save = Callable[..., Path]
@@ -91,7 +92,7 @@ def test_A11_a_shorter_context_is_told_at_export(
     target = resolve(str(save(tiny, name="target")))
     short = make_model(num_hidden_layers=2, max_position_embeddings=64)
     drafter = resolve(str(save(short, name="drafter")))
-    report = export_drafter(drafter, target, tmp_path / "out", ("hf",), "F32")
+    report = export_drafter(drafter, target, tmp_path / "out", ExportSettings(to=("hf",)))
     assert "the drafter knows 64 positions, the target 256" in report["pair"]["notes"][0]
     assert "note: the drafter knows 64 positions" in "".join(capfd.readouterr())
     written = json.loads((tmp_path / "out" / "export.json").read_text())

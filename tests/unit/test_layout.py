@@ -20,7 +20,7 @@ NO_PACKAGE = {"tests", "benchmarks", "docs", "build", "dist", "runs", "shared"}
 ORDER = ("cli", "recipes", "prune", "distill", "accept", "checkpoints", "data")
 FOR_ALL = {"draftsmith", "draftsmith.errors", "draftsmith.recipes.schema"}
 # Names of other projects that contain a family's.
-RUNTIMES = re.compile(r"llama\.cpp|xllamacpp|LlamaFileType")
+RUNTIMES = re.compile(r"llama[._-]cpp|llama-(server|cli)|xllamacpp|LlamaFileType")
 # A table of the names that llama.cpp gave to rules of splitting text, after the first model that
 # used each; they are values of a GGUF key and say nothing of the model at hand.
 RUNTIME_TABLE = "_PRE_TOKENIZERS"

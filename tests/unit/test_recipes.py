@@ -68,7 +68,7 @@ def recipe(tmp_path: Path) -> Any:
             f"{PLAIN}score: {{lookahead: [2, 0]}}",
             r"recipe\.score\.lookahead\.1: 0: .*greater than 0",
         ),
-        (f"{PLAIN}export: {{to: [hf, onnx]}}", r"recipe\.export\.to\.1: \"onnx\": .*'gguf'"),
+        (f"{PLAIN}export: {{to: [hf, onxn]}}", r"recipe\.export\.to\.1: \"onxn\": .*'gguf'"),
         (f"{PLAIN}data: {{source: corpus}}", r"recipe\.data: source 'corpus' needs path"),
         (f"{PLAIN}? [a, b]\n: c", "mine.yaml|recipe"),
     ],

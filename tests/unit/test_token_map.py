@@ -23,7 +23,7 @@ from draftsmith.checkpoints.slicing import Selection
 from draftsmith.checkpoints.token_map import FILE, TokenMap
 from draftsmith.errors import RequestError
 from draftsmith.prune.compact import compact_from_file
-from draftsmith.recipes.schema import ScoreSettings
+from draftsmith.recipes.schema import ExportSettings, ScoreSettings
 from tests.conftest import TINY_VOCAB, make_model
 
 Save = Callable[..., Path]
@@ -112,10 +112,10 @@ def test_the_map_is_exported_to_hf_and_refused_for_gguf(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     target, drafter = (resolve(str(path)) for path in pair)
-    export_drafter(drafter, target, tmp_path / "out", ("hf",), "F32")
+    export_drafter(drafter, target, tmp_path / "out", ExportSettings(to=("hf",)))
     assert (tmp_path / "out" / "hf" / FILE).read_text() == (pair[1] / FILE).read_text()
     with pytest.raises(RequestError, match=r"has a cut vocabulary, and llama\.cpp needs"):
-        export_drafter(drafter, target, tmp_path / "other", ("hf", "gguf"), "F32")
+        export_drafter(drafter, target, tmp_path / "other", ExportSettings())
     assert not (tmp_path / "other").exists()
 
 

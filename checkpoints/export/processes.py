@@ -1,0 +1,121 @@
+"""Runtimes run in a process of their own, some with packages that can't live beside ours.
+
+A worker is a file in `workers/` that imports the standard library and its runtime alone. It reads
+a request as JSON from the file that is named first and writes its answer as JSON into the second,
+so that what a runtime prints does no harm.
+"""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import DraftsmithError, RequestError
+
+_WORKERS = Path(__file__).parent / "workers"
+# Runtime -> the module that it is, and how it is installed.
+_RUNTIMES = {
+    "transformers": ("transformers", "pip install transformers"),
+    "llama.cpp": ("xllamacpp", "pip install 'draftsmith[llama-cpp]'"),
+    "onnx": ("onnxruntime", "pip install 'draftsmith[onnx]'"),
+    "ort-genai": ("onnxruntime_genai", "pip install 'draftsmith[onnx]'"),
+    "ctranslate2": ("ctranslate2", "pip install 'draftsmith[ctranslate2]'"),
+    "openvino": ("openvino_genai", "make openvino"),
+    "vllm": ("vllm", "make vllm"),
+}
+# Lines of a failed worker's output that are shown.
+_TAIL = 8
+
+
+def interpreter_of(runtime: str) -> Path:
+    """The Python in which a runtime is installed.
+
+    `DRAFTSMITH_OPENVINO_PYTHON` (and so on) names one; else this one if it has the runtime; else
+    the environment in a folder of the runtime's name within this one's, where `make` puts it.
+
+    Raises:
+        RequestError: there is none, with how to install it.
+    """
+    module, install = _RUNTIMES[runtime]
+    name = runtime.replace(".", "_").replace("-", "_")
+    variable = f"DRAFTSMITH_{name.upper()}_PYTHON"
+    named = os.environ.get(variable)
+    found = [Path(named)] if named else [Path(sys.executable), _nested(name)]
+    for python in found:
+        if python.is_file() and _has(python, module):
+            return python
+    where = f"{variable}={named}" if named else "this Python"
+    raise RequestError(
+        f"{runtime}: {where} has no module {module}; {install}, or name a Python that has it by "
+        f"{variable}"
+    )
+
+
+def is_installed(runtime: str) -> bool:
+    """Whether there is a Python with a runtime."""
+    try:
+        interpreter_of(runtime)
+    except RequestError:
+        return False
+    return True
+
+
+def ask(runtime: str, task: str, **request: Any) -> dict[str, Any]:
+    """Let a runtime's worker do a task.
+
+    Args:
+        runtime: name of the runtime; its worker is `workers/NAME_worker.py`.
+        task: what it is to do.
+        request: its arguments, as JSON can hold them.
+
+    Raises:
+        RequestError: the runtime is not installed.
+        DraftsmithError: the worker failed; the last lines that it printed are told.
+    """
+    python = interpreter_of(runtime)
+    script = _WORKERS / f"{runtime.replace('.', '_').replace('-', '_')}_worker.py"
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
+        question, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
+        question.write_text(json.dumps({"task": task, **request}), encoding="utf-8")
+        # Apart from our own process group, so that Ctrl-C reaches it through us alone.
+        process = subprocess.Popen(
+            [str(python), str(script), str(question), str(answer)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            printed, _ = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        if process.returncode or not answer.is_file():
+            raise DraftsmithError(
+                f"{runtime}: its worker ended with {process.returncode} at {task!r}: "
+                f"{_last_lines(printed)}"
+            )
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+
+def _last_lines(printed: str) -> str:
+    return "\n".join(printed.strip().splitlines()[-_TAIL:]) or "it printed nothing"
+
+
+def _nested(name: str) -> Path:
+    return Path(sys.prefix) / name / "bin" / "python"
+
+
+@functools.cache
+def _has(python: Path, module: str) -> bool:
+    """Whether a Python knows a module; asked without importing it."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", code], check=False).returncode == 0
