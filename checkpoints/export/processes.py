@@ -1,9 +1,4 @@
-"""Runtimes run in a process of their own, some with packages that can't live beside ours.
-
-A worker is a file in `workers/` that imports the standard library and its runtime alone. It reads
-a request as JSON from the file that is named first and writes its answer as JSON into the second,
-so that what a runtime prints does no harm.
-"""
+"""Runtimes run in a process of their own (`workers/`), some in a Python of their own."""
 
 import functools
 import json
@@ -12,9 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from draftsmith.checkpoints.export.parity import Answers, Questions
 from draftsmith.errors import DraftsmithError, RequestError
 
 _WORKERS = Path(__file__).parent / "workers"
@@ -42,7 +42,7 @@ def interpreter_of(runtime: str) -> Path:
         RequestError: there is none, with how to install it.
     """
     module, install = _RUNTIMES[runtime]
-    name = runtime.replace(".", "_").replace("-", "_")
+    name = _name(runtime)
     variable = f"DRAFTSMITH_{name.upper()}_PYTHON"
     named = os.environ.get(variable)
     found = [Path(named)] if named else [Path(sys.executable), _nested(name)]
@@ -70,21 +70,23 @@ def ask(runtime: str, task: str, **request: Any) -> dict[str, Any]:
 
     Args:
         runtime: name of the runtime; its worker is `workers/NAME_worker.py`.
-        task: what it is to do.
+        task: `read`, `speculate`, or a function of that worker.
         request: its arguments, as JSON can hold them.
+
+    Returns:
+        What it answers; logits as a numpy array.
 
     Raises:
         RequestError: the runtime is not installed.
         DraftsmithError: the worker failed; the last lines that it printed are told.
     """
-    python = interpreter_of(runtime)
-    script = _WORKERS / f"{runtime.replace('.', '_').replace('-', '_')}_worker.py"
+    python, name = interpreter_of(runtime), _name(runtime)
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
         question, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         question.write_text(json.dumps({"task": task, **request}), encoding="utf-8")
         # Apart from our own process group, so that Ctrl-C reaches it through us alone.
         process = subprocess.Popen(
-            [str(python), str(script), str(question), str(answer)],
+            [str(python), str(_WORKERS), name, str(question), str(answer)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -103,11 +105,36 @@ def ask(runtime: str, task: str, **request: Any) -> dict[str, Any]:
                 f"{_last_lines(printed)}"
             )
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        if (logits := Path(folder) / "logits.npy").is_file():
+            found["logits"] = np.load(logits)
         return found
+
+
+def read_back(runtime: str, path: Path, questions: Questions) -> Answers:
+    """Ask a runtime what an export says.
+
+    Raises:
+        RequestError: the runtime is not installed.
+        DraftsmithError: it can't load the export.
+    """
+    inputs = {name: value.tolist() for name, value in questions.inputs.items()}
+    found = ask(runtime, "read", path=str(path), **(asdict(questions) | {"inputs": inputs}))
+    logits = found.get("logits")
+    return Answers(
+        found["reader"],
+        None if logits is None else torch.from_numpy(logits),
+        found.get("greedy"),
+        found.get("strings"),
+    )
 
 
 def _last_lines(printed: str) -> str:
     return "\n".join(printed.strip().splitlines()[-_TAIL:]) or "it printed nothing"
+
+
+def _name(runtime: str) -> str:
+    """As it stands in names of files and variables."""
+    return runtime.replace(".", "_").replace("-", "_")
 
 
 def _nested(name: str) -> Path:

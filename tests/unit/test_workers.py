@@ -1,0 +1,85 @@
+"""Runtimes in processes of their own: what they are asked, and how they fail."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.checkpoints.export import processes
+from draftsmith.errors import DraftsmithError, RequestError
+
+WORKERS = Path(processes.__file__).parent / "workers"
+
+
+@pytest.mark.parametrize("file", sorted(WORKERS.glob("*.py")), ids=lambda f: f.stem)
+def test_workers_import_nothing_of_ours(file: Path) -> None:
+    """They run in a Python that may not have draftsmith, torch or transformers."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not [n for n in names if n.split(".")[0] == "draftsmith"]
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of workers with one that is written here; returns its file."""
+    monkeypatch.setattr(processes, "_WORKERS", tmp_path)
+    monkeypatch.setitem(processes._RUNTIMES, "toy", ("json", "pip install toy"))
+    (tmp_path / "__main__.py").write_text((WORKERS / "__main__.py").read_text())
+    return tmp_path / "toy_worker.py"
+
+
+def test_a_worker_is_asked_and_answers(scripted: Path) -> None:
+    scripted.write_text("def double(n): print('noise'); return {'twice': 2 * n}\n")
+    assert processes.ask("toy", "double", n=21) == {"twice": 42}
+
+
+def test_speculation_takes_turns_after_a_warm_up(scripted: Path) -> None:
+    scripted.write_text(
+        "VERSION = 'toy 1'\n"
+        "class Pair:\n"
+        "    def __init__(self, **given): self.log = []\n"
+        "    def generate(self, prompt, lookahead):\n"
+        "        self.log.append((prompt[0], lookahead))\n"
+        "        return {'tokens': prompt, 'seconds': 0, 'log': list(self.log)}\n"
+    )
+    found = processes.ask(
+        "toy", "speculate", prompts=[[7], [8]], lookaheads=[2, 4], target="t", drafter="d"
+    )
+    assert found["runtime"] == "toy 1"
+    assert [text["tokens"] for text in found["texts"]["4"]] == [[7], [8]]
+    last = found["texts"]["0"][1]["log"]
+    warm = [[7, 0], [7, 2], [7, 4]]
+    assert last == [*warm, *warm, [8, 4], [8, 2], [8, 0]]
+
+
+def test_a_worker_that_fails_tells_its_last_lines(scripted: Path) -> None:
+    scripted.write_text("def fall(): raise SystemError('the disk is on fire')\n")
+    with pytest.raises(DraftsmithError, match=r"toy: .*'fall'(.|\n)*the disk is on fire"):
+        processes.ask("toy", "fall")
+
+
+def test_a_runtime_that_is_missing_is_told_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(processes._RUNTIMES, "toy", ("no_such_module", "pip install toy"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(RequestError, match="no module no_such_module; pip install toy, or name"):
+        processes.ask("toy", "read")
+    monkeypatch.setenv("DRAFTSMITH_TOY_PYTHON", str(tmp_path / "python"))
+    with pytest.raises(RequestError, match=r"DRAFTSMITH_TOY_PYTHON=.* has no module"):
+        processes.interpreter_of("toy")
+
+
+def test_a_runtimes_own_environment_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one that `make` puts within ours, if ours lacks the runtime."""
+    monkeypatch.setitem(processes._RUNTIMES, "toy", ("no_such_module", "make toy"))
+    monkeypatch.setattr(processes, "_has", lambda python, module: "toy" in python.parts)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    python = tmp_path / "toy" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert processes.interpreter_of("toy") == python
