@@ -36,16 +36,19 @@ from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.distill.train import Costs, distill, evaluate
 from draftsmith.prune.baselines import select_at_random, select_by_activations, select_by_position
+from draftsmith.prune.race import Track
 from draftsmith.prune.train import learn_masks
 from draftsmith.recipes.loading import load
 from draftsmith.recipes.schema import DistillSettings, PruneSettings
 
 LAYERS = 4
+# Rows on which a race is judged, as many as a trace stage would hold out for it.
+HELD_OUT = 96
 WAYS: dict[str, dict[str, Any]] = {
     "masks, acceptance": {"objective": "acceptance"},
     "masks, KL": {"objective": "kd"},
-    "masks, acceptance, not polished": {"objective": "acceptance", "exchange": 0},
-    "masks, KL, not polished": {"objective": "kd", "exchange": 0},
+    "masks, acceptance, no race": {"objective": "acceptance", "race": 0},
+    "masks, KL, no race": {"objective": "kd", "race": 0},
     "block-influence": {"method": "block-influence"},
     "uniform": {"method": "uniform"},
     "random": {"method": "random"},
@@ -76,7 +79,7 @@ class Trial:
         """Those of the shipped recipe, but for the way."""
         settings = replace(load("smollm2-cpu").prune, **WAYS[way])
         if self.quick:
-            settings = replace(settings, steps=3, warmup=1, exchange=0)
+            settings = replace(settings, steps=3, warmup=1, exchange=0, race=min(2, settings.race))
         return settings
 
     def choose(self, way: str, seed: int) -> Selection:
@@ -87,9 +90,16 @@ class Trial:
         drafter = replace(source, layers=LAYERS)
         if settings.method == "masks":
             with tempfile.TemporaryDirectory() as folder:
-                rows, state = self.train, Path(folder) / "state"
                 learned = learn_masks(
-                    model, family, source, drafter, rows, settings, seed=seed, state=state
+                    model,
+                    family,
+                    source,
+                    drafter,
+                    self.train,
+                    settings,
+                    seed=seed,
+                    state=Path(folder) / "state",
+                    track=self.track(settings, seed),
                 )
                 return learned.selection
         if settings.method == "random":
@@ -100,6 +110,11 @@ class Trial:
                 settings.method, model, family, source, drafter, self.train, **sizes
             )
         return select_by_position(settings.method, source, drafter)
+
+    def track(self, settings: PruneSettings, seed: int) -> Track | None:
+        """A race is judged on texts of the training set: the held-out ones give these figures."""
+        held_out, rest = self.train[:HELD_OUT], self.train[HELD_OUT:]
+        return Track.of(rest, held_out, settings, seed, torch.float32)
 
     def distil_settings(self) -> DistillSettings:
         """Those of the shipped recipe, for fewer steps."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from draftsmith.data.progress import Progress
 
 Parts = tuple[int, ...]
+# Sets beside the best that are told of.
+RUNNERS_UP = 3
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Exchanged:
         parts: the set that no single exchange improves, or that the rounds ended with.
         before: loss of `proposed`.
         after: loss of `parts`.
+        runners_up: the sets with the lowest losses of all others that were tried, best first.
     """
 
     by: str
@@ -35,6 +38,7 @@ class Exchanged:
     parts: Parts
     before: float
     after: float
+    runners_up: tuple[Parts, ...] = ()
 
 
 def exchange_parts(
@@ -54,21 +58,24 @@ def exchange_parts(
         rounds: most exchanges.
         halves: whether they are halves, which must alternate.
     """
-    losses = {by: loss(parts) for by, parts in proposals.items()}
-    by = min(losses, key=lambda name: losses[name])
-    best, best_loss = proposals[by], losses[by]
+    losses = {parts: loss(parts) for parts in proposals.values()}
+    by = min(proposals, key=lambda name: losses[proposals[name]])
+    proposed = best = proposals[by]
     tries = len(_neighbours(best, count, halves))
     with Progress("exchange", rounds * tries, "sets") as progress:
         for _ in range(rounds):
-            found, found_loss = best, best_loss
+            found = best
             for candidate in _neighbours(best, count, halves):
-                if (value := loss(candidate)) < found_loss:
-                    found, found_loss = candidate, value
-                progress.update(1, note=f"best {', '.join(map(str, found))}: {found_loss:.2f}")
+                if candidate not in losses:
+                    losses[candidate] = loss(candidate)
+                if losses[candidate] < losses[found]:
+                    found = candidate
+                progress.update(1, note=f"best {', '.join(map(str, found))}: {losses[found]:.2f}")
             if found == best:
                 break
-            best, best_loss = found, found_loss
-    return Exchanged(by, proposals[by], best, losses[by], best_loss)
+            best = found
+    others = sorted(losses.keys() - {best}, key=lambda parts: (losses[parts], parts))
+    return Exchanged(by, proposed, best, losses[proposed], losses[best], tuple(others[:RUNNERS_UP]))
 
 
 def _neighbours(parts: Parts, count: int, halves: bool) -> list[Parts]:

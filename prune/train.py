@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from draftsmith.checkpoints.families.base import Axis, Family
 from draftsmith.checkpoints.shape import Shape, changed_axes
-from draftsmith.checkpoints.slicing import Selection
+from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.data.progress import Progress, say
 from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import TraceRow
@@ -25,6 +25,7 @@ from draftsmith.prune.exchange import Exchanged, Parts, exchange_parts
 from draftsmith.prune.lagrangian import Lagrangian
 from draftsmith.prune.masks import LearnableMasks, hard_masks
 from draftsmith.prune.objective import Objective
+from draftsmith.prune.race import Entrant, Track, race
 from draftsmith.prune.text import Text, TraceText
 from draftsmith.prune.trajectory import Trajectory
 from draftsmith.recipes.schema import PruneSettings
@@ -60,6 +61,7 @@ class Pruning:
         shares: how those of a mixture's domains changed; empty without a mixture.
         snapped: loss before and after the exact shape.
         exchanged: what exchanging layers changed, if it was asked for.
+        raced: the choices after a short distillation, best first, if it was asked for.
     """
 
     selection: Selection
@@ -68,6 +70,7 @@ class Pruning:
     shares: Sequence[Mapping[str, Any]] = ()
     snapped: Snapped | None = None
     exchanged: Exchanged | None = None
+    raced: Sequence[Entrant] = ()
 
 
 class MaskOptimizer:
@@ -129,6 +132,7 @@ def learn_masks(
     dtype: torch.dtype = torch.float32,
     teacher: Teacher | None = None,
     text: Text | None = None,
+    track: Track | None = None,
 ) -> Pruning:
     """Train masks, and weights where the recipe says so.
 
@@ -146,6 +150,8 @@ def learn_masks(
         dtype: of the matrix products.
         teacher: the target; none: the traces say what it would.
         text: to learn from; none: the traces.
+        track: on which choices of layers are distilled for a few steps; none: the loss before
+            distillation decides.
 
     Raises:
         DraftsmithError: the masks did not converge, and `snap` is off.
@@ -169,7 +175,7 @@ def learn_masks(
     engine.finish()
     recompute_activations(model, False)
     model.eval()
-    return _choose(masks, goal, constraint, objective, text, settings, trajectory)
+    return _choose(masks, goal, constraint, objective, text, settings, trajectory, track)
 
 
 def _constraint(
@@ -250,6 +256,7 @@ def _choose(
     text: Text,
     settings: PruneSettings,
     trajectory: Trajectory,
+    track: Track | None,
 ) -> Pruning:
     """What is kept, exactly as the goal wants it, and what that costs."""
     source, expected = objective.source, expected_counts(masks, objective.source)
@@ -260,7 +267,6 @@ def _choose(
             "allow prune.snap: true to cut to the shape by the masks' order"
         )
     drafter = shape_within(expected, goal) if isinstance(goal, Budget) else goal
-    selection, exchanged = masks.select(source, drafter), None
     loss_of = _loss_of_parts(masks, drafter, objective, text)
     parts = masks.parts(drafter.layers) if "layers" in masks.axes else ()
     snapped = Snapped(loss_of(None), loss_of(parts))
@@ -269,12 +275,48 @@ def _choose(
             f"masks have not converged ({off}); cut to the exact shape by their order: loss "
             f"{snapped.before:.2f} → {snapped.after:.2f}"
         )
-    if settings.exchange and "layers" in masks.axes:
-        count, rounds = source.layers * (2 if settings.apart else 1), settings.exchange
+    exchanged: Exchanged | None = None
+    raced: tuple[Entrant, ...] = ()
+    if parts and (settings.exchange or track is not None):
         proposals = {"masks": parts, **_cheap_proposals(objective, text, drafter, settings)}
-        exchanged = exchange_parts(proposals, count, loss_of, rounds, halves=settings.apart)
-        selection = masks.select(source, drafter, exchanged.parts)
-    return Pruning(selection, expected, trajectory, text.history(), snapped, exchanged)
+        if settings.exchange:
+            exchanged = _exchange(proposals, loss_of, source, settings)
+            parts = exchanged.parts
+        if track is not None:
+            raced = _race(proposals, exchanged, masks, drafter, objective, track)
+            parts = raced[0].parts
+    selection = masks.select(source, drafter, parts or None)
+    return Pruning(selection, expected, trajectory, text.history(), snapped, exchanged, raced)
+
+
+def _exchange(
+    proposals: Mapping[str, Parts],
+    loss_of: Callable[[Parts | None], float],
+    source: Shape,
+    settings: PruneSettings,
+) -> Exchanged:
+    """The best proposal, polished by the loss before distillation."""
+    count = source.layers * (2 if settings.apart else 1)
+    return exchange_parts(proposals, count, loss_of, settings.exchange, halves=settings.apart)
+
+
+def _race(
+    proposals: Mapping[str, Parts],
+    exchanged: Exchanged | None,
+    masks: LearnableMasks,
+    drafter: Shape,
+    objective: Objective,
+    track: Track,
+) -> tuple[Entrant, ...]:
+    """All proposals, and the best sets that exchanging found, each distilled for a few steps."""
+    model, family, source = objective.student.model, objective.family, objective.source
+    found = () if exchanged is None else (exchanged.parts, *exchanged.runners_up)
+    polished = {f"exchange, {place}": parts for place, parts in enumerate(found, start=1)}
+
+    def cut(parts: Parts) -> Any:
+        return compact_model(model, family, masks.select(source, drafter, parts))
+
+    return race({**proposals, **polished}, cut, family, track)
 
 
 def _cheap_proposals(

@@ -2,8 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +46,7 @@ class ExchangedParts:
         proposed: the best of what masks and cheap choices proposed; None: not stated.
         parts: the set that is kept; None: not stated.
         by: what proposed it.
+        runners_up: the best of the other sets that were tried.
     """
 
     before: FiniteFloat
@@ -53,6 +54,24 @@ class ExchangedParts:
     proposed: tuple[int, ...] | None = None
     parts: tuple[int, ...] | None = None
     by: str = "masks"
+    runners_up: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Raced:
+    """A choice that was distilled for a few steps.
+
+    Attributes:
+        by: what proposed it.
+        parts: what it keeps.
+        emitted_per_round: on held-out traces, after those steps.
+        top1: share of the target's tokens that it would have said.
+    """
+
+    by: str
+    parts: tuple[int, ...]
+    emitted_per_round: FiniteFloat
+    top1: FiniteFloat
 
 
 @dataclass(frozen=True)
@@ -63,11 +82,13 @@ class Learned:
         expected: axis -> expected count when learning ended.
         decided: axis -> how sure its masks were.
         exchanged: what exchanging layers changed.
+        raced: choices after a short distillation, best first.
     """
 
     expected: dict[str, FiniteFloat] = field(default_factory=dict)
     decided: dict[str, Decided] = field(default_factory=dict)
     exchanged: ExchangedParts | None = None
+    raced: tuple[Raced, ...] = ()
 
 
 def inspect(spec: str, target: str | None = None, allow_pickle: bool = False) -> Plain:
@@ -133,7 +154,8 @@ def _masks(path: Path) -> Plain:
         "method": masks.method,
         "expected": learned.expected,
         "decided": decided,
-        "exchanged": None if learned.exchanged is None else _lists(asdict(learned.exchanged)),
+        "exchanged": _lists(asdict(learned))["exchanged"],
+        "raced": _lists(asdict(learned))["raced"],
         "trajectory": None if trajectory is None else _course(trajectory),
     }
 
@@ -146,7 +168,8 @@ def _learned(path: Path) -> Learned:
     """
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
-        told = {key: plain[key] for key in ("expected", "decided", "exchanged") if key in plain}
+        names = {f.name for f in fields(Learned)}
+        told = {name: plain[name] for name in names & plain.keys()}
         return TypeAdapter(Learned).validate_json(json.dumps(told), strict=True)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split()[:24])
@@ -182,9 +205,9 @@ def _query_heads(kept: Selection, per_group: int) -> list[list[int]]:
     ]
 
 
-def _lists(plain: Plain) -> Plain:
+def _lists(plain: Any) -> Any:
     """Tuples as lists, as JSON has them."""
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in plain.items()}
+    return json.loads(json.dumps(plain))
 
 
 def plot_masks(spec: str, file: Path) -> None:
@@ -352,6 +375,8 @@ def _show_masks(found: Mapping[str, Any]) -> Iterator[Any]:
     yield _heads(found, "layers", ("kv_heads", "query_heads", "cross_heads"))
     if found["encoder_layers"]:
         yield _heads(found, "encoder_layers", ("encoder_heads",))
+    if found["raced"]:
+        yield _race(found["raced"], halves=found["ffn_layers"] is not None)
     if found["expected"]:
         yield _convergence(found)
 
@@ -377,6 +402,21 @@ def _exchange(exchanged: Mapping[str, Any] | None, *, halves: bool) -> str:
         return f"nothing: no exchange lowers the {loss}{proposed}"
     went, came = (_parts(sorted(parts), halves) for parts in (before - after, after - before))
     return f"{went} for {came}: {losses}{proposed}"
+
+
+def _race(raced: Sequence[Mapping[str, Any]], *, halves: bool) -> Any:
+    """What a short distillation made of each choice."""
+    from rich.table import Table
+
+    table = Table("proposed by", "keeps", box=None, pad_edge=False, title="Distilled for a race")
+    table.title_justify = "left"
+    for name in ("emitted/round", "agreement"):
+        table.add_column(name, justify="right")
+    for entrant in raced:
+        keeps = _parts(entrant["parts"], halves)
+        emitted, top1 = f"{entrant['emitted_per_round']:.3f}", f"{entrant['top1']:.1%}"
+        table.add_row(entrant["by"], keeps, emitted, top1)
+    return table
 
 
 def _parts(parts: list[int], halves: bool) -> str:

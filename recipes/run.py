@@ -429,6 +429,7 @@ def _prune(run: Run, folder: Path) -> None:
         select_by_activations,
         select_by_position,
     )
+    from draftsmith.prune.race import Track
     from draftsmith.prune.train import Pruning, learn_masks
 
     settings = run.recipe.prune
@@ -437,7 +438,8 @@ def _prune(run: Run, folder: Path) -> None:
     model = run.source_model if learning is None else learning
     family, source = describe(model.config, run.source)
     goal, shape = goal_of(run, family, source)
-    rows, seed = TraceStore(run.folder("traces")).rows("train"), run.recipe.seed
+    store, seed = TraceStore(run.folder("traces")), run.recipe.seed
+    rows = store.rows("train")
     if settings.method == "masks":
         state = folder / _STATE
         result = learn_masks(
@@ -452,6 +454,7 @@ def _prune(run: Run, folder: Path) -> None:
             dtype=run.dtype,
             teacher=_mask_teacher(run),
             text=_mixture(run),
+            track=Track.of(rows, store.rows("validation"), settings, seed, run.dtype),
         )
     elif settings.method in ("block-influence", "importance"):
         chosen = select_by_activations(
@@ -493,6 +496,7 @@ def _prune(run: Run, folder: Path) -> None:
             "decided": {} if result.trajectory is None else result.trajectory.decided(),
             "snapped": None if result.snapped is None else asdict(result.snapped),
             "exchanged": None if result.exchanged is None else asdict(result.exchanged),
+            "raced": [asdict(entrant) for entrant in result.raced],
         },
     )
 

@@ -322,6 +322,16 @@ class PruneSettings:
             "the masks have chosen; 0: none",
         ),
     ] = 3
+    race: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="steps for which the layers that masks, block influence, even spacing and "
+            "exchange propose are distilled; those that emit most per round on held-out traces are "
+            "kept. 0: the loss before distillation decides",
+        ),
+    ] = 0
+    race_lr: Annotated[PositiveFloat, Field(description="learning rate of the race")] = 1.5e-3
     save_every: Annotated[
         PositiveInt,
         Field(description="steps between two checkpoints, which hold weights that learn too"),

@@ -339,7 +339,7 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
 )
 def test_what_exchange_changed(proposed: list[int] | None, said: str, tmp_path: Path) -> None:
     exchanged = {"before": 2.0, "after": 1.5, "proposed": proposed, "parts": [0, 1, 2, 6]}
-    exchanged["by"] = "masks"
+    exchanged |= {"by": "masks", "runners_up": [[0, 1, 3, 6]]}
     found = inspect(str(masks_file(tmp_path, exchanged=exchanged)))
     assert found["exchanged"] == exchanged
     assert f"exchanged {said}" in " ".join(shown(found).split())
