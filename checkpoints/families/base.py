@@ -200,6 +200,8 @@ class Family:
         auto: transformers' class that loads the family.
         rotated: templates whose rows are rotated by position (q and k).
         gguf: how to write it, or none.
+        derives_head_dim: runtimes that take hidden / heads for the width of a head, whatever the
+            config says.
     """
 
     name: str
@@ -231,6 +233,7 @@ class Family:
         for kind in ("weight", "bias")
     )
     gguf: Gguf | None = None
+    derives_head_dim: frozenset[str] = frozenset()
 
     @property
     def has_encoder(self) -> bool:

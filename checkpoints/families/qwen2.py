@@ -3,4 +3,11 @@
 from draftsmith.checkpoints.families.base import Family, Gguf, decoder_tensors
 
 _TENSORS, _OPTIONAL = decoder_tensors(attention_bias=True)
-FAMILY = Family("qwen2", _TENSORS, _OPTIONAL, gguf=Gguf("qwen2"))
+FAMILY = Family(
+    "qwen2",
+    _TENSORS,
+    _OPTIONAL,
+    gguf=Gguf("qwen2"),
+    # vLLM 0.32.
+    derives_head_dim=frozenset({"vllm"}),
+)
