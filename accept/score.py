@@ -1,7 +1,7 @@
 """The score of a drafter: acceptance and speed on prompts, by real decoding and by replay."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from draftsmith.accept.figures import (
     ties,
     waterfall,
 )
+from draftsmith.accept.form import Score
 from draftsmith.accept.latency import Latency, measure_latency
 from draftsmith.accept.pairing import Request
 from draftsmith.accept.quality import measure_quality
 from draftsmith.accept.replay import RoundCounts
 from draftsmith.accept.replaying import Replayable, can_replay, of_texts, of_traces, replay_all
+from draftsmith.accept.runtimes import score_in_runtime
 from draftsmith.accept.samples import check_samples, compare_samples
 from draftsmith.accept.trial import Pair, Texts, decode_all
 from draftsmith.accept.verdict import verdict
@@ -36,41 +38,8 @@ from draftsmith.data.traces import TraceStore
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import ScoreSettings
 
-SCHEMA = 1
 # Below this probability, samples that differ so much are no accident.
 _SURE = 1e-3
-
-
-@dataclass(frozen=True)
-class Score:
-    """The form of `score.json`."""
-
-    target: str
-    drafter: str
-    dtype: str
-    machine: dict[str, Any]
-    prompts: str
-    lossless: bool | None
-    decode: list[Row]
-    replay: list[Row]
-    by_domain: dict[str, dict[str, Any]]
-    verdict: dict[str, Any]
-    waterfall: dict[str, float] | None
-    rejected: list[dict[str, Any]]
-    kv_bytes_per_token: dict[str, int | None]
-    schema: int = SCHEMA
-    runtime: str = "torch"
-    verify: str = "greedy"
-    settings: dict[str, Any] = field(default_factory=dict)
-    temperature: float = 0.0
-    batch: int = 1
-    quality: dict[str, Any] | None = None
-    samples: dict[str, Any] | None = None
-    energy: dict[str, float] | None = None
-
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def score_drafter(
@@ -81,6 +50,7 @@ def score_drafter(
     seed: int = 0,
     target_model: Any = None,
     traces: TraceStore | None = None,
+    exports: Path | None = None,
 ) -> Score:
     """Score a drafter for a target.
 
@@ -93,12 +63,20 @@ def score_drafter(
         target_model: the target, if it is loaded already.
         traces: replay these texts of the target in place of new ones; with `mode: replay` the
             target is then not loaded at all.
+        exports: for another runtime: where exported models are kept; None: nowhere.
 
     Raises:
         RequestError: the pair, a prompt or the traces can't be scored, told before any weight is
             loaded as far as that can be known.
     """
     settings = settings or ScoreSettings()
+    if settings.runtime != "torch":
+        if traces is not None:
+            raise RequestError(
+                f"{traces.folder}: {settings.runtime} decodes prompts, and replays no traces; "
+                "leave the traces or --runtime out"
+            )
+        return score_in_runtime(target, drafter, settings, exports=exports)
     verification = Verification.of(settings, seed)
     request = Request.of(target, drafter)
     texts = None

@@ -43,7 +43,7 @@ def _figures(score: Plain) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="right")
     for row in score["decode"]:
-        table.add_row(*_cells(row, "real"))
+        table.add_row(*_cells(row, "real" if score["runtime"] == "torch" else score["runtime"]))
     table.add_section()
     for row in score["replay"]:
         table.add_row(*_cells(row, "replay"))
@@ -58,7 +58,12 @@ def _needed(row: Plain) -> str:
 
 
 def _times(score: Plain) -> Text:
-    row = (score["decode"] or score["replay"])[0]
+    row, runtime = (score["decode"] or score["replay"])[0], score["runtime"]
+    if runtime != "torch":
+        return Text(
+            f"Decoded by {score['machine']['runtime']}, prompts included in the times; replay is "
+            "what draftsmith expects on the same texts."
+        )
     if row["t_ar_ms"] is None:
         return Text("Nothing was timed, since the target was not loaded.")
     machine = score["machine"]
@@ -141,7 +146,8 @@ def _certificate(score: Plain) -> Text:
     identical = sum(row["identical_tokens"] for row in rows)
     compared = sum(row["compared_tokens"] for row in rows)
     differences = sum(len(row["first_differences"]) for row in rows)
-    text = f"Identical to the target's own greedy output: {identical} of {compared} tokens"
+    alone = "the target's own" if score["runtime"] == "torch" else "the runtime's own"
+    text = f"Identical to {alone} greedy output: {identical} of {compared} tokens"
     if differences:
         kind = "all numeric ties" if score["lossless"] else "NOT numeric ties: a fault"
         text += f"; {differences} texts part ({kind})"

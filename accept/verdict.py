@@ -55,6 +55,33 @@ def verdict(
     }
 
 
+def runtime_verdict(rows: Sequence["Row"], runtime: str, prompts: int) -> dict[str, Any]:
+    """Use it or not, by what another runtime measured.
+
+    Args:
+        rows: of the lookaheads that it decoded.
+        runtime: its name.
+        prompts: that it answered.
+    """
+    best = max(rows, key=lambda row: row.speedup_measured or 0.0)
+    speedup = best.speedup_measured or 0.0
+    pays = speedup > 1.0
+    text = (
+        f"Draft with k = {best.lookahead} in {runtime} on this machine"
+        if pays
+        else f"Do not draft in {runtime} on this machine: at best"
+    )
+    times = f"{speedup:.2f} times its tokens per second without a drafter"
+    return {
+        "drafting_pays": pays,
+        "lookahead": best.lookahead if pays else None,
+        "speedup_predicted": None,
+        "reason": None if pays else "slower than the runtime alone",
+        "text": f"{text}{':' if pays else ''} {times}"
+        f"{'' if pays else f', with k = {best.lookahead}'} ({prompts} prompts, measured).",
+    }
+
+
 def _reason(best: "Row", rows: Sequence["Row"]) -> str:
     """What keeps drafting from paying, at the lookahead where it is nearest to it."""
     if (best.steps_per_round or 0.0) > (best.break_even_emitted_per_round or 0.0):

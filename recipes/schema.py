@@ -611,6 +611,13 @@ class ScoreSettings:
             description="replay scores every lookahead from 1 to this, or to the largest decoded"
         ),
     ] = 8
+    runtime: Annotated[
+        Literal["torch", "transformers", "llama.cpp", "ort-genai", "openvino", "vllm"],
+        Field(
+            description="what decodes: torch is draftsmith's own; the others, where they are "
+            "installed, draft by themselves and are asked for their own counters"
+        ),
+    ] = "torch"
     mode: Annotated[
         Literal["both", "decode", "replay"],
         Field(description="decode for real, replay the target's texts, or both"),
@@ -654,6 +661,20 @@ class ScoreSettings:
     ] = 0.0
 
     @model_validator(mode="after")
+    def _runtimes_are_greedy(self) -> "ScoreSettings":
+        plain = {"verify": "greedy", "temperature": 0.0, "batch": 1, "confidence": 0.0}
+        plain |= {"samples": 0, "stop": (), "min_new_tokens": 0}
+        other = [name for name, value in plain.items() if getattr(self, name) != value]
+        if self.mode == "replay":
+            other.append("mode")
+        if self.runtime != "torch" and other:
+            raise ValueError(
+                f"{other[0]} {getattr(self, other[0])}: other runtimes decode for real, greedily "
+                "and one text at a time; leave it out, or set runtime: torch"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _draws_where_it_draws(self) -> "ScoreSettings":
         drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         if self.verify != "sampling" and (set_ := {k: v for k, v in drawn.items() if v}):
@@ -677,7 +698,7 @@ class ScoreSettings:
         return self
 
 
-Runtime = Literal[
+Format = Literal[
     "hf",
     "gguf",
     "onnx",
@@ -694,7 +715,7 @@ Runtime = Literal[
 class ExportSettings:
     """The runtimes to write for."""
 
-    to: Annotated[tuple[Runtime, ...], Field(min_length=1, description="runtimes to write for")] = (
+    to: Annotated[tuple[Format, ...], Field(min_length=1, description="runtimes to write for")] = (
         "hf",
         "gguf",
     )
