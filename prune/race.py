@@ -87,6 +87,7 @@ class Track:
             warmup=int(_WARMUP_SHARE * settings.race),
             lr=settings.race_lr,
             batch=settings.batch,
+            accumulate=settings.accumulate,
             max_length=settings.max_length,
             vocab_limit=settings.vocab_limit,
             # Which layers learn best is asked, and the embeddings are the same for all.

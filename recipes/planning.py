@@ -553,9 +553,22 @@ def _warnings(planned: Plan, measure: bool) -> Iterator[str]:
             f"less than {RESERVE:.0%} of the free memory is left, and allocators may keep as much "
             "of what was freed"
         )
+    if (raced := _race_bytes(planned)) > own.available:
+        yield (
+            f"recipe.prune.race: drafters are distilled beside the source, in {gb(raced)}, and "
+            f"{gb(own.available)} are free; set race: 0, or take a larger device"
+        )
     if not own.fits and not planned.changes:
         yield "nothing here makes it fit; take a smaller prune.shape or a larger device"
     if measure and not own.fits:
         yield "time was not measured, since it does not fit"
     elif measure and planned.settings.teacher == "live":
         yield "time was not measured: a live target's forward pass would have to be loaded"
+
+
+def _race_bytes(planned: Plan) -> int:
+    """What a race of layers holds: the source, and a drafter that learns as in distillation."""
+    prune = planned.prune
+    if prune is None or not prune.settings.race:
+        return 0
+    return prune.chosen.memory.weights + planned.chosen.total

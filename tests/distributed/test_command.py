@@ -69,6 +69,7 @@ def begun(tiny_recipe: Path, tmp_path: Path) -> Path:
         (),
         *(("weights_lr=1e-3", "clip=1.0", f"zero={zero}") for zero in (1, 2, 3)),
         ("teacher=live", "objective=acceptance", "weights_lr=1e-3", "zero=3"),
+        ("race=4", "weights_lr=1e-3", "zero=3"),
     ],
 )
 def test_two_processes_learn_the_masks_of_one(
@@ -77,8 +78,10 @@ def test_two_processes_learn_the_masks_of_one(
     """Losses, expected counts, the choice and the weights; killed after a save as well."""
     asked = ["accumulate=2", "batch=2", "steps=24", "mask_lr=0.15", *more]
     asked = [word for key in asked for word in ("-s", f"prune.{key}")]
+    # Something to judge a race by.
+    asked += ["-s", "trace.validation_share=0.3"]
     two, one = tmp_path / "two", tmp_path / "one"
-    assert command("trace", tiny_recipe, "--out", two, cwd=tmp_path).returncode == 0
+    assert command("trace", tiny_recipe, "--out", two, *asked, cwd=tmp_path).returncode == 0
     shutil.copytree(two, one)
     alone = command("prune", tiny_recipe, "--out", one, *asked, cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
@@ -93,6 +96,8 @@ def test_two_processes_learn_the_masks_of_one(
     assert second.returncode == 0, told
     ours, theirs = (json.loads((out / "pruned" / "masks.json").read_text()) for out in (two, one))
     assert ours["selection"] == theirs["selection"]
+    assert [e["parts"] for e in ours["raced"]] == [e["parts"] for e in theirs["raced"]]
+    assert bool(ours["raced"]) == ("race=4" in more)
     told = [Trajectory.read(out / "pruned" / FILE).state() for out in (two, one)]
     assert len(told[0]["step"]) == 24
     for name, values in told[0].items():

@@ -671,6 +671,20 @@ def test_a_tight_fit_is_told(monkeypatch: pytest.MonkeyPatch, bare: Path) -> Non
     assert any("allocators" in warning for warning in found.warnings)
 
 
+def test_a_race_needs_the_source_beside_the_drafter(
+    monkeypatch: pytest.MonkeyPatch, bare: Path
+) -> None:
+    def told(available: int, race: int = 5) -> Plan:
+        return with_memory(monkeypatch, bare, available, f"prune.race={race}")
+
+    roomy = told(10**12)
+    assert roomy.prune is not None
+    needed = roomy.chosen.total + roomy.prune.chosen.memory.weights
+    assert not any("race" in warning for warning in roomy.warnings)
+    assert any("race: drafters are distilled beside" in w for w in told(needed - 1).warnings)
+    assert not any("race" in w for w in told(needed - 1, 0).warnings)
+
+
 def test_a_cpu_is_shared_by_its_processes() -> None:
     host = Device("cpu", "CPU", 100, 60, 60, 20)
     assert [host.share(n) for n in (1, 2, 4)] == [60, 20, 0]
