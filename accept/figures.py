@@ -28,6 +28,7 @@ class Row:
     `rounds` … `emitted` are sums over prompts, expectations in replay rows. `per_position` is the
     share of rounds whose proposal at each position was accepted. `steps_per_round` is how many
     plain steps a round replaces: what it emits, and in a batch what its longest row does.
+    `tokens_per_second` is of whole answers, prompts included, `…_alone` without a drafter.
     Intervals are of 95 %, by bootstrap over prompts.
     """
 
@@ -53,6 +54,8 @@ class Row:
     steps_per_round: float | None = None
     emitted_per_round_interval: list[float] | None = None
     acceptance_rate_interval: list[float] | None = None
+    tokens_per_second: float | None = None
+    tokens_per_second_alone: float | None = None
 
 
 def decode_row(
@@ -75,6 +78,8 @@ def decode_row(
         **_figures(lookahead, counts, latency, batch),
         **_comparison(prompts, texts, generations, verification),
         acceptance_rate_interval=None if rate is None else [rate.low, rate.high],
+        tokens_per_second=written / ours if ours else None,
+        tokens_per_second_alone=alone_rate or None,
         # Drawn texts are not equally long, so tokens per second are compared.
         speedup_measured=written / ours / alone_rate if ours and alone_rate else None,
     )

@@ -208,8 +208,10 @@ def _row(
         _sum([getattr(text, name) for text in drafted])
         for name in ("passes", "drafted", "accepted")
     )
-    seconds, seconds_alone = (sum(t.seconds for t in texts) for texts in (drafted, alone))
-    emitted_alone = sum(len(text.tokens) for text in alone)
+    rate, rate_alone = (
+        _ratio(sum(len(t.tokens) for t in texts), sum(t.seconds for t in texts))
+        for texts in (drafted, alone)
+    )
     return Row(
         lookahead=lookahead,
         rounds=rounds,
@@ -226,7 +228,9 @@ def _row(
         break_even_emitted_per_round=None,
         break_even_acceptance=None,
         speedup_predicted=None,
-        speedup_measured=_ratio(emitted * seconds_alone, seconds * emitted_alone),
+        speedup_measured=_ratio(rate, rate_alone),
+        tokens_per_second=rate,
+        tokens_per_second_alone=rate_alone,
         **_comparison(prompts, alone, drafted, gaps),
     )
 

@@ -102,6 +102,8 @@ def test_the_runtimes_own_counters_are_told(
     assert first.acceptance_rate == 0.25
     assert first.emitted_per_round == pytest.approx(first.emitted / 21)
     assert (first.speedup_measured, second.speedup_measured) == (2.0, 0.5)
+    assert first.tokens_per_second == pytest.approx(first.emitted / 1.5)
+    assert first.tokens_per_second_alone == pytest.approx(first.emitted / 3)
     assert first.identical_tokens == first.compared_tokens == first.emitted
     assert score.lossless is True
     assert score.verdict["lookahead"] == 2
