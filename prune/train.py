@@ -314,7 +314,8 @@ def _race(
     polished = {f"exchange, {place}": parts for place, parts in enumerate(found, start=1)}
 
     def cut(parts: Parts) -> Any:
-        return compact_model(model, family, masks.select(source, drafter, parts))
+        # Weights that learn are float32 everywhere.
+        return compact_model(model, family, masks.select(source, drafter, parts)).float()
 
     return race({**proposals, **polished}, cut, family, track)
 

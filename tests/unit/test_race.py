@@ -34,7 +34,7 @@ def learn(model: Any, folder: Path, track: Track | None, **changes: Any) -> trai
     family = families()[model.config.model_type]
     source = shape_of(model.config, family)
     drafter = replace(source, layers=2)
-    rows, settings = trace_rows(12, model=model), settings_of(**changes)
+    rows, settings = trace_rows(12), settings_of(**changes)
     return train.learn_masks(
         model, family, source, drafter, rows, settings, seed=3, state=folder, track=track
     )
@@ -57,6 +57,19 @@ class Scripted:
         self.ran.append(drafter)
         emitted, top1 = self.worth[drafter]
         return {"emitted_per_round": emitted, "top1": top1}
+
+
+def test_drafters_race_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the source is loaded in: a step of bfloat16 weights is mostly rounded away."""
+    kinds = []
+
+    def run(self: Track, drafter: Any, family: Any) -> dict[str, float]:
+        kinds.append(drafter.dtype)
+        return {"emitted_per_round": 1.0, "top1": 0.0}
+
+    monkeypatch.setattr(Track, "run", run)
+    learn(make_model().bfloat16(), tmp_path, track_of(make_model()), exchange=0)
+    assert set(kinds) == {torch.float32}
 
 
 def test_what_emits_most_comes_first_and_ties_go_by_agreement() -> None:
