@@ -23,6 +23,10 @@ TOLERANCE = {
     "F16": 2e-2,
     "BF16": 5e-2,
     "Q8_0": 0.2,
+    "Q5_1": 1.0,
+    "Q5_0": 1.0,
+    "Q4_1": 1.5,
+    "Q4_0": 1.5,
 }
 _TOKENS = 64
 # Of the greedy text, and the tokens that it follows.

@@ -160,10 +160,21 @@ class Gguf:
         architecture: value of `general.architecture`.
         interleaved: whether llama.cpp rotates neighbouring pairs in this architecture, so that
             the rows of q and k are stored reordered.
+        biases: whether llama.cpp reads biases of projections in it.
+        scaled_frequencies: whether it reads a factor for each rotary frequency.
+        other_width: how it is written if the heads together are not as wide as the residual
+            stream, which llama.cpp then refuses in this architecture; None: it takes any width.
     """
 
     architecture: str
     interleaved: bool = False
+    biases: bool = True
+    scaled_frequencies: bool = False
+    other_width: "Gguf | None" = None
+
+
+# Reads whatever a gated pre-norm decoder without norms per head may have.
+PLAIN_GGUF = Gguf("llama", interleaved=True, scaled_frequencies=True)
 
 
 @dataclass(frozen=True)
@@ -199,6 +210,7 @@ class Family:
         positions: the decoder's table of positions, if it has one and takes no positions.
         auto: transformers' class that loads the family.
         rotated: templates whose rows are rotated by position (q and k).
+        zero_start: whether the decoder starts from the padding, the last token, as from nothing.
         gguf: how to write it, or none.
         derives_head_dim: runtimes that take hidden / heads for the width of a head, whatever the
             config says.
@@ -227,6 +239,7 @@ class Family:
     head: str = "lm_head"
     positions: str | None = None
     auto: str = "AutoModelForCausalLM"
+    zero_start: bool = False
     rotated: frozenset[str] = frozenset(
         f"model.layers.{{layer}}.self_attn.{p}_proj.{kind}"
         for p in "qk"

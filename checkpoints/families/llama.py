@@ -1,6 +1,6 @@
 """Llama 1, 2, 3.x and models of the same build (SmolLM2, TinyLlama, …)."""
 
-from draftsmith.checkpoints.families.base import Family, Gguf, decoder_tensors
+from draftsmith.checkpoints.families.base import PLAIN_GGUF, Family, decoder_tensors
 
 _TENSORS, _OPTIONAL = decoder_tensors(attention_bias=True, output_bias=True, ffn_bias=True)
 FAMILY = Family(
@@ -8,5 +8,5 @@ FAMILY = Family(
     _TENSORS,
     _OPTIONAL,
     hidden_of_heads=True,
-    gguf=Gguf("llama", interleaved=True),
+    gguf=PLAIN_GGUF,
 )

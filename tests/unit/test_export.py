@@ -36,22 +36,33 @@ def export_gguf(
     return tmp_path / gguf.export(job, tmp_path, settings).files[0]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"head_dim": 6, "hidden_size": 40},
-        {"num_key_value_heads": 4},
-    ],
-    ids=str,
-)
+@pytest.fixture(autouse=True)
+def without_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/runtimes asks llama.cpp; here files are read by transformers alone."""
+    monkeypatch.setattr(gguf, "is_installed", lambda runtime: False)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True},
+    {"head_dim": 6, "hidden_size": 40},
+    {"num_key_value_heads": 4},
+    {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24, "head_dim": 8},
+]
+# Biases, and heads that are not as wide as the residual stream: written in an architecture in
+# which transformers knows no biases.
+UNREAD = [("qwen2", SHAPES[2])]
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
 @pytest.mark.parametrize("family", [n for n, f in sorted(families().items()) if f.gguf])
 def test_gguf_shapes_and_logits(
     family: str, changes: dict[str, Any], save: Callable[..., Path], tmp_path: Path
 ) -> None:
     from gguf import GGUFReader
 
+    if (family, changes) in UNREAD:
+        pytest.skip("tests/runtimes reads it")
     model = make_model(family, **(NO_WINDOW | changes))
     path = export_gguf(model, save, tmp_path)
     tensors = {t.name: t for t in GGUFReader(path).tensors}
@@ -65,27 +76,94 @@ def test_gguf_shapes_and_logits(
     assert difference <= 1e-4
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-def test_gguf_packed_types_stay_close(kind: str, save: Callable[..., Path], tmp_path: Path) -> None:
-    model = make_model()
-    path = export_gguf(model, save, tmp_path, kind)
-    again = load_model(resolve(str(path)))
-    with torch.inference_mode():
-        a, b = again(input_ids=ids()).logits, model(input_ids=ids()).logits
-    assert 0 < (a - b).abs().max() < 0.1 * b.abs().max()
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *UNREAD,
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("mistral", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+    ids=str,
+)
+def test_A14_what_only_the_runtime_reads_back_needs_it(
+    family: str, changes: dict[str, Any], save: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=r"only llama\.cpp itself can read.*pip install"):
+        export_gguf(make_model(family, **(NO_WINDOW | changes)), save, tmp_path)
+    assert not list(tmp_path.glob("*.gguf*"))
 
 
-def test_widths_that_a_type_cannot_pack_are_refused(
+def test_A14_tensors_that_the_runtime_does_not_know_are_refused(
     save: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestError, match=r"packed as Q8_0 in blocks of 32.*F16 or F32"):
-        export_gguf(make_model(intermediate_size=40), save, tmp_path, "Q8_0")
+    model = make_model("qwen3", attention_bias=True)
+    with pytest.raises(RequestError, match=r"self_attn\..*bias has no place in .* qwen3"):
+        export_gguf(model, save, tmp_path)
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
+def test_gguf_holds_what_the_type_leaves(
+    kind: str, save: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Every matrix comes back as the library packs it, norms as they were; the file says which."""
+    from gguf import GGMLQuantizationType, GGUFReader, LlamaFileType, quants
+
+    model = make_model()
+    path = export_gguf(model, save, tmp_path, kind)
+    file_type = GGUFReader(path).fields["general.file_type"].contents()
+    assert LlamaFileType(file_type).name == f"MOSTLY_{kind}"
+    found, packing = load_model(resolve(str(path))).state_dict(), GGMLQuantizationType[kind]
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy()
+        if values.ndim > 1:
+            values = quants.dequantize(quants.quantize(values, packing), packing)
+        assert torch.equal(found[name], torch.from_numpy(values)), name
+
+
+def test_a_coarse_type_does_not_hide_a_wrong_order(
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "_interleave", lambda array, head_dim: array)
+    with pytest.raises(DraftsmithError, match="read back, its logits differ"):
+        export_gguf(make_model(), save, tmp_path, "Q4_0")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_widths_that_a_type_cannot_pack_are_refused(
+    kind: str, save: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=rf"packed as {kind} in blocks of 32.*F16 or F32"):
+        export_gguf(make_model(intermediate_size=40), save, tmp_path, kind)
     assert not list(tmp_path.glob("*.gguf*"))
 
 
 def test_windows_are_refused(save: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"windows \(here of 8 tokens\) are not written"):
         export_gguf(make_model("mistral", sliding_window=8), save, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "served", "noted"),
+    [(64, None, True), (256, None, False), (64, 64, False), (256, 300, True)],
+)
+def test_A11_a_shorter_context_is_noted(
+    drafter: int, served: int | None, noted: bool, save: Callable[..., Path]
+) -> None:
+    """The target knows 256 positions."""
+    model = make_model(max_position_embeddings=drafter)
+    settings = ExportSettings(max_length=served)
+    notes = gguf.preflight(job_of(model, save(make_model())), settings)
+    assert any(f"start it with -c {drafter}" in note for note in notes) == noted
+
+
+def test_widths_that_k_quants_do_not_take_are_noted(save: Callable[..., Path]) -> None:
+    target = save(make_model())
+    model = make_model(hidden_size=256, intermediate_size=300, num_hidden_layers=1, head_dim=64)
+    (note,) = gguf.preflight(job_of(model, target), ExportSettings())
+    assert "rows of 300 are no multiple of 256" in note
 
 
 def test_A17_uneven_layers_are_refused_by_name(save: Callable[..., Path], tmp_path: Path) -> None:
@@ -183,32 +261,74 @@ def test_a_wrong_export_fails(
         export_gguf(make_model(), save, tmp_path)
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+BY_PART = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "rope_theta": 1e4,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                }
-            },
-            "rotary scaling 'llama3'",
-        ),
-        ({"intermediate_size": 40}, "rows of 40 can't be packed as Q8_0"),
+        ("qwen3", {"rope_parameters": BY_PART}, "scaling 'llama3' has no form in .* qwen3"),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": 16.0}}, "with beta_fast 16.0"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' has no"),
+        ("llama", {"intermediate_size": 40}, "rows of 40 can't be packed as Q8_0"),
     ],
-    ids=["rope", "block"],
+    ids=["by part", "yarn", "dynamic", "block"],
 )
 def test_what_cannot_be_written_is_known_before_training(
-    changes: dict[str, Any], message: str, save: Callable[..., Path]
+    family: str, changes: dict[str, Any], message: str, save: Callable[..., Path]
 ) -> None:
-    model = make_model(**changes)
+    if "rope_parameters" in changes:
+        changes = {"rope_parameters": {"rope_theta": 1e4} | changes["rope_parameters"]}
+    model = make_model(family, **changes)
     with pytest.raises(RequestError, match=message):
         gguf.preflight(job_of(model, save(model)), ExportSettings(gguf_type="Q8_0"))
+
+
+@pytest.mark.parametrize("order", ["apart", "missing"])
+def test_A32_merges_that_scores_cannot_express_are_refused(
+    order: str, save: Callable[..., Path]
+) -> None:
+    """Of a tokenizer without splits, llama.cpp merges by the score of what comes out."""
+    merges = [("▁", "a"), ("a", "n"), ("▁a", "n"), ("▁", "an")]
+    wrong = [*merges[:3], ("n", "n"), merges[3]] if order == "apart" else merges[:3]
+    model, settings = make_model(), ExportSettings()
+    gguf.preflight(job_of(model, save(model, scored_tokenizer(merges), "right")), settings)
+    with pytest.raises(RequestError, match="an order that no scores of tokens give"):
+        gguf.preflight(job_of(model, save(model, scored_tokenizer(wrong), "wrong")), settings)
+
+
+def test_A32_an_unknown_split_is_refused(save: Callable[..., Path]) -> None:
+    from tokenizers import pre_tokenizers
+
+    model, tokenizer = make_model(), make_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(False)]
+    )
+    with pytest.raises(RequestError, match=r"splits text by Digits.*target as \.gguf"):
+        gguf.preflight(job_of(model, save(model, tokenizer)), ExportSettings())
+
+
+def scored_tokenizer(merges: list[tuple[str, str]]) -> Any:
+    """Like sentencepiece's: spaces become a sign, nothing is split."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = dict.fromkeys("".join(merge) for merge in merges)
+    words = ["<unk>", "<s>", "</s>", "▁", "a", "n", *made]
+    model = models.BPE(
+        {word: i for i, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 def test_masks_of_another_model_are_refused(save: Callable[..., Path], tmp_path: Path) -> None:
