@@ -37,5 +37,6 @@ FAMILY = Family(
     ),
     vocab_copies={"vocab_size": "share_encoder_decoder_embeddings"},
     positions="model.decoder.embed_positions",
+    zero_start=True,
     auto="AutoModelForSeq2SeqLM",
 )
