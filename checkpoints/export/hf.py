@@ -1,10 +1,20 @@
 """An HF folder: transformers (`assistant_model`), vLLM and SGLang load it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from draftsmith.checkpoints.export.base import HF, Candidate, Job, Report
-from draftsmith.checkpoints.export.parity import check_readable
+from draftsmith.checkpoints.export.parity import (
+    TOLERANCE,
+    Questions,
+    answers_of,
+    check_parity,
+    questions_for,
+)
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.loading import load_model, load_tokenizer
 from draftsmith.checkpoints.saving import save_model
@@ -30,6 +40,26 @@ def export(job: Job, folder: Path, settings: ExportSettings) -> Report:
     save_model(job.model, job.target, path, job.token_map)
     written = resolve(str(path))
     model = load_model(written, device="cpu", target_ids=False)
-    tokenizers = load_tokenizer(written), load_tokenizer(job.target)
-    parity = check_readable(model, job.model, "F32", str(path), tokenizers)
+    questions = questions_for(model.config, job.family)
+    answers = replace(
+        answers_of(model, questions, load_tokenizer(written)), greedy=_greedy(model, questions)
+    )
+    own = load_tokenizer(job.target)
+    parity = check_parity(answers, job.model, own, questions, TOLERANCE["F32"], str(path))
     return Report((HF,), _LAUNCH.format(lookahead=settings.lookahead), parity)
+
+
+@torch.inference_mode()
+def _greedy(model: Any, questions: Questions) -> list[int]:
+    """The greedy text with a cache, as it is drafted; generation settings have no say."""
+    inputs = dict(questions.inputs)
+    decoder = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    inputs[decoder], found = torch.tensor([questions.prompt]), []
+    for _ in range(questions.new_tokens):
+        output = model(**inputs, use_cache=True)
+        token = output.logits[:, -1:].argmax(-1)
+        found.append(int(token))
+        inputs = {decoder: token, "past_key_values": output.past_key_values}
+        if decoder != "input_ids":
+            inputs["encoder_outputs"] = (output.encoder_last_hidden_state,)
+    return found

@@ -1,0 +1,36 @@
+"""The HF folder is asked for a greedy text too, with a cache as drafting has it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.checkpoints.export import hf
+from draftsmith.errors import DraftsmithError
+from draftsmith.recipes.schema import ExportSettings
+from tests.conftest import job_of, make_model
+
+Save = Callable[..., Path]
+
+
+def test_every_family_says_the_same_greedy_text(
+    family_name: str, save: Save, tmp_path: Path
+) -> None:
+    model = make_model(family_name)
+    # What a user's generation settings forbid or repeat is not the model's own.
+    model.generation_config.repetition_penalty = 5.0
+    report = hf.export(job_of(model, save(make_model())), tmp_path, ExportSettings())
+    assert report.parity is not None
+    assert report.parity.max_difference == 0.0
+    assert report.parity.greedy_identical == report.parity.greedy_compared == 24
+    assert report.parity.tie is None
+
+
+def test_a_text_that_is_not_greedy_fails(
+    tiny: Any, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = hf._greedy
+    monkeypatch.setattr(hf, "_greedy", lambda *asked: [i ^ 1 for i in greedy(*asked)])
+    with pytest.raises(DraftsmithError, match="its greedy text has at token"):
+        hf.export(job_of(tiny, save(tiny)), tmp_path, ExportSettings())
