@@ -10,12 +10,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.generation import renumber_tokens
 from draftsmith.data.files import write_json
 from draftsmith.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILE = "token_map.json"
 
@@ -76,6 +79,14 @@ class TokenMap:
         fallback = kept.index(self.fallback) if self.fallback in kept else 0
         return TokenMap(self.target_vocab, tuple(self.target_ids[i] for i in kept), fallback)
 
+    def rows(self) -> "Tensor":
+        """The row as which each of the target's ids is read, [V]."""
+        import torch
+
+        rows = torch.full((self.target_vocab,), self.fallback)
+        rows[list(self.target_ids)] = torch.arange(len(self.target_ids))
+        return rows
+
     def attach(self, model: Any, family: Family) -> None:
         """Let a loaded model take and give the target's ids, its special ids included.
 
@@ -85,9 +96,8 @@ class TokenMap:
         """
         import torch
 
-        rows = torch.full((self.target_vocab,), self.fallback)
-        rows[list(self.target_ids)] = torch.arange(len(self.target_ids))
-        rows, columns = rows.to(model.device), torch.tensor(self.target_ids, device=model.device)
+        rows = self.rows().to(model.device)
+        columns = torch.tensor(self.target_ids, device=model.device)
 
         def to_rows(module: Any, args: Any) -> Any:
             return (rows[args[0]], *args[1:])
@@ -111,16 +121,27 @@ class TokenMap:
                 renumber_tokens(config, dict(enumerate(self.target_ids)))
 
 
+def cut_tensors(model: Any, family: Family) -> dict[str, int]:
+    """Names of the tensors that have the vocabulary which can be cut -> in which dimension.
+
+    A tensor is there under all names that the model has for it.
+    """
+    cut = {"vocab", "source_vocab"} if family.one_vocabulary(model.config) else {"vocab"}
+    state, axes = model.state_dict(keep_vars=True), {}
+    for name, tensor in state.items():
+        for axis, dimension in enumerate(family.tensors.get(name, ())):
+            if dimension in cut:
+                axes[id(tensor)] = axis
+    return {name: axes[id(tensor)] for name, tensor in state.items() if id(tensor) in axes}
+
+
 def _embeddings(model: Any, family: Family) -> list[Any]:
     """The embeddings whose rows are the vocabulary that can be cut."""
     from torch import nn
 
-    cut = {
-        id(tensor)
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if "vocab" in family.tensors.get(name, ())
-    }
-    return [m for m in model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in cut]
+    owners = {name.rpartition(".")[0] for name in cut_tensors(model, family)}
+    modules = {id(m): m for m in map(model.get_submodule, sorted(owners))}
+    return [m for m in modules.values() if isinstance(m, nn.Embedding)]
 
 
 def _checked(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Drafters for the runtimes that serve them: one file a runtime, each reloaded and compared."""
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +15,7 @@ from draftsmith.data.progress import say
 from draftsmith.recipes.schema import ExportSettings
 
 if TYPE_CHECKING:
-    from draftsmith.checkpoints.export.base import Candidate, Exporter
+    from draftsmith.checkpoints.export.base import Candidate, Exporter, Job, Report
 
 FILE = "export.json"
 # Launched with the folder that `hf` writes.
@@ -40,15 +40,27 @@ def preflight(candidate: "Candidate", settings: ExportSettings) -> list[str]:
     Raises:
         RequestError: naming the runtime, the reason and the cure.
     """
-    return [
-        f"export {runtime}: {note}"
-        for runtime in with_needed(settings.to)
-        for note in exporter(runtime).preflight(candidate, settings)
-    ]
+    from draftsmith.checkpoints.export.vocabulary import cost_of, expanded_candidate
+
+    notes = []
+    for runtime in with_needed(settings.to):
+        taken = candidate
+        if _needs_all_tokens(runtime, candidate, settings):
+            taken = expanded_candidate(candidate)
+            notes.append(f"export {runtime}: {cost_of(candidate)}")
+        found = exporter(runtime).preflight(taken, settings)
+        notes += [f"export {runtime}: {note}" for note in found]
+    return notes
 
 
 def export_drafter(
-    drafter: ModelRef, target: ModelRef, folder: Path, settings: ExportSettings
+    drafter: ModelRef,
+    target: ModelRef,
+    folder: Path,
+    settings: ExportSettings,
+    *,
+    recipe: str | None = None,
+    score: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write a drafter for runtimes and compare what was written; returns `export.json`'s content.
 
@@ -57,11 +69,37 @@ def export_drafter(
         target: the model that it drafts for; the same, to export a target.
         folder: of the export.
         settings: the recipe's `export`.
+        recipe: its name, for the model card.
+        score: content of the drafter's `score.json`, for the model card.
 
     Raises:
         RequestError: the tokenizers differ, or a runtime can't take the model.
         DraftsmithError: an export read back wrong.
     """
+    job = _checked_job(drafter, target, settings)
+    with storage(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    reports = _write_all(job, folder, settings, recipe, score)
+    report: dict[str, Any] = {
+        "drafter": drafter.spec,
+        "target": target.spec,
+        "shape": str(job.shape),
+        "pair": {"verdict": job.pair.verdict, "notes": job.pair.notes},
+        **{runtime: asdict(found) for runtime, found in reports.items()},
+    }
+    with storage(folder):
+        write_json(folder / FILE, report)
+    return report
+
+
+def _needs_all_tokens(runtime: str, candidate: "Candidate", settings: ExportSettings) -> bool:
+    """Whether a cut vocabulary is expanded; only the folder `hf` has the map, if none shares it."""
+    keeps_map = runtime == "hf" and not set(settings.to).intersection(_OF_HF)
+    return candidate.token_map is not None and not keeps_map
+
+
+def _checked_job(drafter: ModelRef, target: ModelRef, settings: ExportSettings) -> "Job":
+    """The drafter in memory, once the pair and all runtimes are known to take it."""
     import torch
 
     from draftsmith.checkpoints.export.base import Candidate, Job
@@ -76,18 +114,33 @@ def export_drafter(
         say(f"note: {note}")
     # Exactly what was trained, whatever this machine computes best.
     model = load_model(drafter, device="cpu", dtype=torch.float32, target_ids=False)
-    with storage(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    job = Job(model.config, family, shape, target, token_map, model=model, pair=pair)
-    report: dict[str, Any] = {
-        "drafter": drafter.spec,
-        "target": target.spec,
-        "shape": str(shape),
-        "pair": {"verdict": pair.verdict, "notes": pair.notes},
-    }
+    return Job(model.config, family, shape, target, token_map, model=model, pair=pair)
+
+
+def _write_all(
+    job: "Job",
+    folder: Path,
+    settings: ExportSettings,
+    recipe: str | None,
+    score: Mapping[str, Any] | None,
+) -> "dict[str, Report]":
+    """Write for each runtime, and model cards that tell how; returns their reports."""
+    from draftsmith.checkpoints.export.card import Made, write_card
+    from draftsmith.checkpoints.export.vocabulary import cost_of, expanded_job
+
+    whole, reports = None, {}
     for runtime in with_needed(settings.to):
         say(f"export {runtime}")
-        report[runtime] = asdict(exporter(runtime).export(job, folder, settings))
-    with storage(folder):
-        write_json(folder / FILE, report)
-    return report
+        write = exporter(runtime).export
+        if _needs_all_tokens(runtime, job, settings):
+            whole = whole or expanded_job(job)
+            found = write(whole, folder, settings)
+            reports[runtime] = replace(found, notes=(cost_of(job), *found.notes))
+        else:
+            reports[runtime] = write(job, folder, settings)
+    made = Made(recipe, score)
+    write_card(folder, job, reports, made)
+    if "hf" in reports:
+        own = {name: found for name, found in reports.items() if name in ("hf", *_OF_HF)}
+        write_card(folder / "hf", job, own, made)
+    return reports
