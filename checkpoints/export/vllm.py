@@ -73,7 +73,7 @@ def _notes(pair: Serving) -> list[str]:
     if pair.context and min(pair.lengths) == pair.context < (pair.target_context or 0):
         notes.append(
             f"the drafter knows {pair.context} positions, the target {pair.target_context}: past "
-            "them vLLM goes on by the target alone"
+            "them vLLM goes on by the target alone, and counts zeros as drafts"
         )
     if pair.candidate.shape.vocab != pair.target.vocab:
         notes.append(

@@ -21,8 +21,8 @@ os.environ.update(
 # Its wheels for CPUs have a name of their own.
 _WHEEL = packages_distributions()["vllm"][0]
 VERSION = f"vLLM {version(_WHEEL)}"
-# Tokens that fit; vLLM reserves memory for them.
-_CONTEXT, _CACHE_BYTES = 4096, 512 << 20
+# For keys and values of one text; vLLM reserves it for each engine.
+_CACHE_BYTES = 1 << 30
 # Entries of a vocabulary whose logits are asked for: vLLM tells each as an object of Python.
 _TOLD = 4096
 
@@ -63,6 +63,8 @@ class Pair:
                 "method": "draft_model",
                 "model": drafter,
                 "num_speculative_tokens": lookahead,
+                # Heads that are padded to different sizes are mapped by the tokenizers.
+                "use_heterogeneous_vocab": _rows(target) != _rows(drafter),
             }
             self._engines[lookahead] = _engine(
                 target,
@@ -91,18 +93,20 @@ def _engine(path: str, **more: Any) -> Any:
         enforce_eager=True,
         seed=0,
         max_num_seqs=1,
-        max_model_len=_context(path),
+        # As much of the model's context as the cache holds.
+        max_model_len=-1,
         kv_cache_memory_bytes=_CACHE_BYTES,
         enable_prefix_caching=False,
         **more,
     )
 
 
-def _context(path: str) -> int:
+def _rows(path: str) -> int:
+    """Of the head."""
     from transformers import AutoConfig
 
-    positions: int = AutoConfig.from_pretrained(path).max_position_embeddings
-    return min(_CONTEXT, positions)
+    rows: int = AutoConfig.from_pretrained(path).vocab_size
+    return rows
 
 
 def _ask(engine: Any, prompt: list[int], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> Any:
@@ -121,7 +125,10 @@ def _ask(engine: Any, prompt: list[int], max_new_tokens: int, stop_ids: Sequence
 
 
 def _counts(metrics: Any, emitted: int) -> dict[str, int]:
-    """What one request drafted, accepted and took, from vLLM's histogram of accepted drafts."""
+    """What one request drafted, accepted and took, from vLLM's histogram of accepted drafts.
+
+    Past the drafter's context vLLM verifies zeros, and counts them as drafted.
+    """
     rounds = sum(metrics.histogram)
     accepted = sum(number * times for number, times in enumerate(metrics.histogram))
     # vLLM counts what a last round accepted past the end of the text.
