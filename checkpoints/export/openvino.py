@@ -4,6 +4,7 @@ optimum-intel converts an HF folder. It needs an older transformers than ours, h
 its own; how a model is computed is compared afterwards, so a config read otherwise is noticed.
 """
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from draftsmith.checkpoints.export.parity import TOLERANCE, Parity, check_parity
 from draftsmith.checkpoints.export.processes import ask, read_back
 from draftsmith.checkpoints.loading import load_tokenizer
 from draftsmith.checkpoints.saving import save_model
+from draftsmith.checkpoints.shape import Shape
 from draftsmith.data.files import new_folder, storage
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import ExportSettings
@@ -25,6 +27,8 @@ _FORMATS = {
     "int8": ("int8", "Q8_0"),
     "int4": ("int4", "Q4_0"),
 }
+# Smaller groups would take more for their scales than four bits save.
+_GROUP, _SMALLEST_GROUP = 128, 16
 _LAUNCH = f"""\
 drafter = openvino_genai.draft_model("{_NAME}", "CPU")
 pipeline = openvino_genai.LLMPipeline("TARGET", "CPU", draft_model=drafter)
@@ -71,9 +75,25 @@ def export(job: Job, folder: Path, settings: ExportSettings) -> Report:
     final = folder / _NAME
     with storage(folder), tempfile.TemporaryDirectory() as source, new_folder(final) as path:
         save_model(job.model, job.target, Path(source))
-        ask("openvino", "convert", source=source, path=str(path), weight_format=weight_format)
+        ask(
+            "openvino",
+            "convert",
+            source=source,
+            path=str(path),
+            weight_format=weight_format,
+            group_size=_group_size(job.shape) if settings.precision == "int4" else None,
+        )
         parity = _compare(job, path, final, settings.precision)
     return Report((_NAME,), _LAUNCH.format(lookahead=settings.lookahead), parity)
+
+
+def _group_size(shape: Shape) -> int:
+    """How many weights of a row share a scale at four bits: what divides every row; -1: all.
+
+    optimum-intel's default is 128, and it refuses a model with a row that this does not divide.
+    """
+    size = math.gcd(_GROUP, shape.hidden, shape.ffn, shape.heads * shape.head_dim)
+    return size if size >= _SMALLEST_GROUP else -1
 
 
 def _compare(job: Job, path: Path, final: Path, precision: str) -> Parity:

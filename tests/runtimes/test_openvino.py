@@ -30,9 +30,7 @@ DRAFTER = {
 
 def write(model: Any, target: Path, folder: Path, **settings: Any) -> Report:
     folder.mkdir(exist_ok=True)
-    job, wanted = job_of(model, target), ExportSettings(to=("openvino",), **settings)
-    openvino.preflight(job, wanted)
-    return openvino.export(job, folder, wanted)
+    return openvino.export(job_of(model, target), folder, ExportSettings(**settings))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(target: Path) -> Report:
     """What was said of its export, which lies within."""
-    return write(make_model(), target, target)
+    model = make_model()
+    assert openvino.preflight(job_of(model, target), ExportSettings())
+    return write(model, target, target)
 
 
 def check_exact(report: Report) -> None:
@@ -126,7 +126,8 @@ def test_A14_three_heads_of_four(
 
 
 def test_packed_weights_stay_close(target: Path, tmp_path: Path) -> None:
-    report = write(make_model(), target, tmp_path, precision="int8")
+    """At four bits, whose usual groups of 128 do not divide these rows."""
+    report = write(make_model(), target, tmp_path, precision="int4")
     assert report.parity is not None
     assert report.parity.max_difference is not None
     assert report.parity.max_difference > 1e-3

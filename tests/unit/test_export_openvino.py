@@ -12,10 +12,12 @@ import torch
 
 from draftsmith.checkpoints.export import openvino, processes
 from draftsmith.checkpoints.export.parity import Answers
+from draftsmith.checkpoints.families import families
+from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.recipes.schema import ExportSettings
-from tests.conftest import job_of, make_model
+from tests.conftest import job_of, make_model, tiny_config
 
 SETTINGS = ExportSettings(to=("openvino",))
 
@@ -99,11 +101,28 @@ def test_A14_the_converter_gets_the_width_of_heads(
     settings = ExportSettings(to=("openvino",), precision=precision, lookahead=5)
     report = openvino.export(job_of(model, save(make_model())), tmp_path, settings)
     assert asked["convert"]["weight_format"] == weight_format
+    assert asked["convert"]["group_size"] == (-1 if precision == "int4" else None)
     assert (asked["config"]["head_dim"], asked["config"]["hidden_size"]) == (8, 24)
     assert report.files == ("openvino",)
     assert (tmp_path / "openvino" / "openvino_model.xml").is_file()
     assert "num_assistant_tokens=5" in report.launch
     assert not Path(asked["convert"]["source"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 32),
+        ({"hidden_size": 576, "intermediate_size": 1536, "head_dim": 64}, 64),
+        ({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}, 128),
+        ({"hidden_size": 40}, -1),
+    ],
+)
+def test_four_bits_share_scales_in_groups_that_divide_every_row(
+    changes: dict[str, int], size: int
+) -> None:
+    config = tiny_config(**changes)
+    assert openvino._group_size(shape_of(config, families()["llama"])) == size
 
 
 def test_a_wrong_export_is_not_kept(

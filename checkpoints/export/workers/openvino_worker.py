@@ -52,13 +52,16 @@ def check(model_type: str) -> dict[str, Any]:
     }
 
 
-def convert(source: str, path: str, weight_format: str) -> dict[str, Any]:
+def convert(
+    source: str, path: str, weight_format: str, group_size: int | None = None
+) -> dict[str, Any]:
     """An HF folder -> a folder that OpenVINO GenAI loads, tokenizer included.
 
     Args:
         source: the HF folder.
         path: an existing folder.
         weight_format: fp32, fp16, int8 or int4.
+        group_size: weights of a row that share a scale; -1: all; None: optimum-intel's default.
 
     Raises:
         RuntimeError: the converter left something out.
@@ -73,6 +76,8 @@ def convert(source: str, path: str, weight_format: str) -> dict[str, Any]:
         "--library": "transformers",
         "--weight-format": weight_format,
     }
+    if group_size is not None:
+        options["--group-size"] = str(group_size)
     flat = [word for option in options.items() for word in option]
     # Its command line, since that alone knows how optimum-intel packs weights by default.
     sys.argv = ["optimum-cli", "export", "openvino", *flat, path]
