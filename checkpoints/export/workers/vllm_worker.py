@@ -56,7 +56,10 @@ class Pair:
         """Load every way; each holds weights of its own."""
         if threads:
             os.environ["OMP_NUM_THREADS"] = str(threads)
-        self._limits = {"max_new_tokens": max_new_tokens, "stop_ids": list(stop_ids)}
+        self._limits: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "stop_ids": list(stop_ids),
+        }
         self._engines = {0: _engine(target)}
         for lookahead in lookaheads:
             speculation = {
@@ -80,7 +83,7 @@ class Pair:
         tokens = list(answer.token_ids)
         counts = {"drafted": None, "accepted": None, "passes": len(tokens)}
         if lookahead:
-            counts = _counts(answer.spec_decode_metrics, len(tokens))
+            counts |= _counts(answer.spec_decode_metrics, len(tokens))
         return {"tokens": tokens, "seconds": seconds} | counts
 
 
