@@ -1,6 +1,5 @@
 """onnxruntime, plain: a decoder whose KV cache goes in and comes out."""
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-VERSION = f"onnxruntime {version('onnxruntime')}"
+VERSION = f"onnxruntime {onnxruntime.__version__}"
 # Difference of logits, relative to their scale, that another order of adding up makes.
 _ROUNDING = 1e-4
 
