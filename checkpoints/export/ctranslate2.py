@@ -233,13 +233,8 @@ def _complete(spec: Any, config: Any, family: Family, shape: Shape) -> None:
     if family.tied_head_power:
         tied = np.float32(shape.hidden**family.tied_head_power)
         spec.decoder.scale_outputs = tied if family.is_tied(config) else OPTIONAL
-    if not family.has_encoder:
-        return
-    spec.encoder.num_heads = np.int16(shape.encoder_heads)
-    for layer in spec.decoder.layer:
-        _state(layer.attention, {"head_dim": np.int32(shape.head_dim)})
-    for layer in spec.encoder.layer:
-        _state(layer.self_attention, {"head_dim": np.int32(shape.encoder_head_dim)})
+    if family.has_encoder:
+        spec.encoder.num_heads = np.int16(shape.encoder_heads)
 
 
 def _state(attention: Any, values: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ def cost_of(candidate: Candidate) -> str:
     return (
         f"the vocabulary was expanded from {candidate.shape.vocab:,} to "
         f"{token_map.target_vocab:,} rows: +{after - before:,} parameters ({before:,} before), and "
-        "the head computes all rows; cut tokens are never the likeliest"
+        "the head computes all rows; cut tokens are never the likeliest, but may be sampled"
     )
 
 
