@@ -213,7 +213,9 @@ def _transformers_reads(candidate: Candidate) -> bool:
     from transformers import AutoConfig
 
     form, shape = _form(candidate), candidate.shape
-    family = families()[form.architecture]
+    family = families().get(form.architecture)
+    if family is None:
+        return False
     keys = ("layers", "kv_heads", "heads", "head_dim", "ffn", "hidden", "vocab")
     sizes = {str(getattr(family.config, key)): getattr(shape, key) for key in keys}
     try:

@@ -1,7 +1,7 @@
 """llama.cpp through xllamacpp's server, which runs in this process and answers over HTTP.
 
-A GGUF file tells no logits but the log-probabilities of the likeliest tokens, so that is what
-`read` returns: [T, V], NaN where llama.cpp was not asked.
+It tells no logits but the log-probabilities of the likeliest tokens, so that is what `read`
+returns: [T, V], NaN where it was not asked.
 """
 
 import json
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy
 import xllamacpp
@@ -20,8 +20,12 @@ VERSION = f"llama.cpp (xllamacpp {xllamacpp.__version__})"
 _TOLD = 256
 # Tokens of a prompt and its answer that fit; more costs memory in each of a pair's servers.
 _CONTEXT = 4096
+# The same for what an export is asked.
+_SHORT_CONTEXT = 512
 # One way to an answer only: the likeliest token, and no penalty that would make it another.
 _GREEDY = {"samplers": ["top_k"], "top_k": 1, "seed": 0, "return_tokens": True}
+# The server is in this process, whatever proxy the environment names.
+_OPENER = build_opener(ProxyHandler({}))
 
 
 class Server:
@@ -41,10 +45,10 @@ class Server:
             RuntimeError: with what llama.cpp says is wrong.
         """
         body = json.dumps(request).encode() if request else None
-        headers = {"Content-Type": "application/json"}
+        url, headers = self._server.listening_address + path, {"Content-Type": "application/json"}
         try:
             # A connection of its own: those that are kept are closed while others have their turn.
-            with urlopen(Request(self._server.listening_address + path, body, headers)) as response:
+            with _OPENER.open(Request(url, body, headers)) as response:
                 answer: dict[str, Any] = json.load(response)
         except HTTPError as error:
             raise RuntimeError(f"llama.cpp: {path}: {error.read().decode()}") from None
@@ -62,9 +66,10 @@ class Server:
 def read(path: str, questions: dict[str, Any]) -> dict[str, Any]:
     """What a GGUF file says; computed in float32 wherever llama.cpp lets one choose."""
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx = path, _CONTEXT
+    params.model.path, params.n_ctx = path, _SHORT_CONTEXT
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    # Flash attention, which is 1, would round to half precision.
+    params.flash_attn_type = 0
     server = Server(params)
     greedy = server.ask(
         "/completion",
