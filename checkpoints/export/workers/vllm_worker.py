@@ -5,10 +5,19 @@ threads are not bound to cores, which other processes may be using.
 """
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import Any
+
+# What its wheels for CPUs bring along: with another OpenMP its kernels are far slower, and it must
+# be loaded before torch is.
+_OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
+if _OPENMP.is_file() and str(_OPENMP) not in os.environ.get("LD_PRELOAD", ""):
+    os.environ["LD_PRELOAD"] = f"{_OPENMP}:{os.environ.get('LD_PRELOAD', '')}".rstrip(":")
+    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 # Read when vLLM is imported.
 os.environ.update(
