@@ -78,10 +78,7 @@ def join(target: str, drafter: str, folder: str, lookahead: int) -> dict[str, An
 
 
 class Pair:
-    """A target alone, and the same with a drafter.
-
-    The first token of a text comes from the pass over its prompt, without a draft being counted.
-    """
+    """A target alone, and the same with a drafter, which drafts from the first token on."""
 
     def __init__(
         self,
@@ -114,8 +111,8 @@ def _counts(stats: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "drafted": stats["draft_tokens_proposed"],
         "accepted": stats["draft_tokens_accepted"],
-        # It leaves out the one over the prompt.
-        "passes": stats["target_forward_passes"] + 1,
+        # Those that settle tokens; after a round of one token, another reads the target's own.
+        "passes": stats["rounds"],
     }
 
 
