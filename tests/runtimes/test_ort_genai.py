@@ -71,8 +71,8 @@ def test_drafting_changes_no_token_and_is_counted(pair: dict[str, Path]) -> None
         for lookahead, text in zip((1, 4), drafted, strict=True):
             assert text["tokens"] == alone["tokens"]
             assert 0 <= text["accepted"] <= text["drafted"] <= lookahead * text["passes"]
-            # A pass of the target adds a token of its own to those that it accepts.
-            assert len(text["tokens"]) == text["accepted"] + text["passes"]
+            # A pass adds a token of the target's own to those accepted, but for one past the limit.
+            assert 0 <= text["accepted"] + text["passes"] - len(text["tokens"]) <= 1
     assert any(text["accepted"] for text in texts["4"])
 
 
