@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,14 @@ def _greedy(model: Any, questions: Questions) -> list[int]:
     """The greedy text with a cache, as it is drafted; generation settings have no say."""
     inputs = dict(questions.inputs)
     decoder = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    # `cache` from 5.24 on, `past_key_values` before.
+    named = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     inputs[decoder], found = torch.tensor([questions.prompt]), []
     for _ in range(questions.new_tokens):
         output = model(**inputs, use_cache=True)
         token = output.logits[:, -1:].argmax(-1)
         found.append(int(token))
-        inputs = {decoder: token, "past_key_values": output.past_key_values}
+        inputs = {decoder: token, named: output.past_key_values}
         if decoder != "input_ids":
             inputs["encoder_outputs"] = (output.encoder_last_hidden_state,)
     return found
