@@ -220,8 +220,20 @@ def _check_gguf(ref: ModelRef, config: Any, family: Family) -> None:
 
     with one_error(ref):
         expected = layout_of(config, family)
-    found = {t.name: tuple(map(int, reversed(t.shape))) for t in open_gguf(ref.path).tensors}
+    file = open_gguf(ref.path)
+    found = {t.name: tuple(map(int, reversed(t.shape))) for t in file.tensors}
     names = gguf_names(family, shape_of(config, family).layers)
+    # transformers reads neither, and would compute something else without a word.
+    known = {names.get(name) for name in expected.shapes}
+    unread = [name for name in found if name not in known]
+    for key, value in file.fields.items():
+        if key.endswith(".rope.scaling.type") and value.contents() != "none":
+            unread.append(key)
+    if unread:
+        raise RequestError(
+            f"{ref.spec}: holds {shown(unread[0])}, which transformers does not read from a GGUF; "
+            "give the original HF folder"
+        )
     for name, wanted in expected.shapes.items():
         if name in expected.aliases:
             continue

@@ -12,6 +12,7 @@ from draftsmith.checkpoints.export import gguf as export_gguf
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.inspection import inspect_checkpoint
 from draftsmith.checkpoints.loading import load_model
+from draftsmith.errors import RequestError
 from tests.conftest import job_of, make_model
 
 # Byte offsets of the half-precision scales in a block of 256 weights.
@@ -87,3 +88,25 @@ def test_every_type_is_read(
             assert torch.equal(model.state_dict()[name], tensor), name
     types = inspect_checkpoint(resolve(str(path)))["stored"]["values_by_type"]
     assert types[kind] >= values.size
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"attention_bias": True}, r"blk\.0\.attn_\w+\.bias"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            r"llama\.rope\.scaling\.type",
+        ),
+    ],
+    ids=["biases", "scaling"],
+)
+def test_what_transformers_passes_over_is_refused(
+    changes: dict[str, Any], told: str, save: Callable[..., Path], tmp_path: Path
+) -> None:
+    """llama.cpp reads the file; here it would be another model without a word."""
+    model = make_model(**changes)
+    path = tmp_path / "own.gguf"
+    export_gguf.write(job_of(model, save(model)), path, "F32")
+    with pytest.raises(RequestError, match=f"holds {told}, which transformers does not read"):
+        load_model(resolve(str(path)))
