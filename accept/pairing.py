@@ -23,7 +23,7 @@ from draftsmith.checkpoints.pair import (
     SharedVocabulary,
     check_pair,
     context_of,
-    own_vocabulary,
+    said_vocabulary,
 )
 from draftsmith.data.chat import Prompt, read_prompts
 from draftsmith.data.progress import say
@@ -120,10 +120,10 @@ class Request:
         return family.one_vocabulary(self.configs.config)
 
     def _own_vocabulary(self) -> SharedVocabulary:
-        """What the target can say; a tokenizer knows that only if it reads the same tokens."""
-        if not self._one_vocabulary:
-            return SharedVocabulary(self.check.target_rows)
-        return own_vocabulary(self.tokenizer, self.check.target_rows)
+        """What the target can say."""
+        config = self.configs.config
+        family, _ = describe(config, self.target)
+        return said_vocabulary(self.tokenizer, config, family, self.check.target_rows)
 
     def load_drafter(self, settings: ScoreSettings) -> Proposing:
         """Load the drafter alone.

@@ -16,6 +16,22 @@ def shares_head(model: Any, family: Family) -> bool:
     )
 
 
+def head_bias(model: Any, family: Family) -> Any:
+    """What is added to the logits, [V]: the head's own bias, or one of the model; None: nothing."""
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        return head.bias
+    name = next((n for n, sizes in family.tensors.items() if sizes == ("one", "vocab")), None)
+    return None if name is None else model.get_buffer(name)[0]
+
+
+def head_scale(model: Any, family: Family) -> float:
+    """The factor of the logits: some families scale those of a tied head."""
+    if not (family.tied_head_power and family.is_tied(model.config)):
+        return 1.0
+    return float(getattr(model.config, family.config.hidden) ** family.tied_head_power)
+
+
 def untie_head(model: Any, family: Family) -> None:
     """Give the head a weight of its own."""
     head = model.get_submodule(family.head)

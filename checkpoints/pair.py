@@ -54,6 +54,13 @@ def own_vocabulary(tokenizer: Any, model_vocab: int) -> SharedVocabulary:
     return _shared(set(_strings(tokenizer)), model_vocab)
 
 
+def said_vocabulary(tokenizer: Any, config: Any, family: Family, rows: int) -> SharedVocabulary:
+    """The ids that a model may say; its tokenizer knows them only if it reads the same tokens."""
+    if not family.one_vocabulary(config):
+        return SharedVocabulary(rows)
+    return own_vocabulary(tokenizer, rows)
+
+
 @dataclass(frozen=True)
 class PairCheck:
     """What a target and a drafter have in common.

@@ -9,6 +9,8 @@ A store is a folder of safetensors shards and an index. A shard holds rows one a
     logprobs        float32 [A]     log p of each answer token, under the warping it was drawn with
     top_ids         uint16 or int32 [A, n]   the target's n likeliest tokens at each answer position
     top_logprobs    float16 [A, n]  and their log-probabilities at temperature 1
+    sources         int32   [S]     what the encoder of an encoder–decoder read, of every row
+    source_lengths  int32   [R]     tokens of each; both are left out without an encoder
     domains         uint16  [R]     what kind of prompt, as a number in the names that the shard's
                                     metadata hold (JSON under `domains`); left out if none has one
 """
@@ -45,6 +47,8 @@ class TraceRow:
         top_ids: [A, n] ids, likeliest first.
         top_logprobs: float16 [A, n].
         domain: what kind of prompt it is; empty if that isn't known.
+        source: int32 [S], what the target's encoder read, if it has one; the prompt is then what
+            its decoder began with.
     """
 
     tokens: NDArray[np.int32]
@@ -54,6 +58,7 @@ class TraceRow:
     top_ids: NDArray[Any]
     top_logprobs: NDArray[np.float16]
     domain: str = ""
+    source: NDArray[np.int32] | None = None
 
     @property
     def answer(self) -> NDArray[np.int32]:
@@ -78,7 +83,8 @@ class RowKey:
     def of(cls, row: TraceRow) -> "RowKey":
         """The key of a row."""
         text = row.tokens if row.sampled else row.tokens[: row.prompt_length]
-        digest = hashlib.blake2b(bytes([row.sampled]) + text.tobytes(), digest_size=16)
+        read = b"" if row.source is None else row.source.tobytes()
+        digest = hashlib.blake2b(bytes([row.sampled]) + text.tobytes() + read, digest_size=16)
         return cls(len(row.answer), digest.digest())
 
 
@@ -113,6 +119,10 @@ def pack_rows(rows: Sequence[TraceRow]) -> dict[str, NDArray[Any]]:
         "top_ids": np.concatenate([r.top_ids for r in rows]),
         "top_logprobs": np.concatenate([r.top_logprobs for r in rows]).astype(np.float16),
     }
+    sources = [r.source for r in rows if r.source is not None]
+    if sources:
+        arrays["sources"] = np.concatenate(sources).astype(np.int32)
+        arrays["source_lengths"] = np.array([len(s) for s in sources], np.int32)
     if (names := domain_names(rows)) != [""]:
         arrays["domains"] = np.array([names.index(r.domain) for r in rows], np.uint16)
     return arrays
@@ -129,11 +139,16 @@ def unpack_rows(
     """
     token_at = answer_at = 0
     rows = len(arrays["row_lengths"])
-    for length, prompt, sampled, domain in zip(
+    sources: list[NDArray[np.int32] | None] = [None] * rows
+    if "sources" in arrays:
+        ends = arrays["source_lengths"].cumsum()
+        sources = list(np.split(arrays["sources"], ends[:-1]))
+    for length, prompt, sampled, domain, source in zip(
         arrays["row_lengths"].tolist(),
         arrays["prompt_lengths"].tolist(),
         arrays["sampled"].tolist(),
         arrays.get("domains", np.zeros(rows, np.uint16)).tolist(),
+        sources,
         strict=True,
     ):
         answers = slice(answer_at, answer_at + length - prompt)
@@ -145,6 +160,7 @@ def unpack_rows(
             top_ids=arrays["top_ids"][answers],
             top_logprobs=arrays["top_logprobs"][answers],
             domain=domains[domain],
+            source=source,
         )
         token_at += length
         answer_at = answers.stop
@@ -275,5 +291,9 @@ class TraceStore:
 
 
 def _held_out(row: TraceRow, share: float) -> bool:
-    """Whether a row is for validation: by its content, so equal rows are never on both sides."""
-    return zlib.crc32(row.tokens.tobytes()) < share * 2**32
+    """Whether a row is for validation: by its content, so equal rows are never on both sides.
+
+    Nor are two answers to one source.
+    """
+    content = row.tokens if row.source is None else row.source
+    return zlib.crc32(content.tobytes()) < share * 2**32

@@ -37,6 +37,8 @@ class Batch:
         traces: what the target said there.
         weights: [A] what each position counts; none: 1.
         position_ids: [B, T] where tokens don't stand in their order; none: they do.
+        sources: [B, S] what an encoder reads, padded on the right; none without an encoder.
+        source_mask: [B, S], 1 for its tokens.
     """
 
     ids: Tensor
@@ -46,6 +48,8 @@ class Batch:
     traces: Traces
     weights: Tensor | None = None
     position_ids: Tensor | None = None
+    sources: Tensor | None = None
+    source_mask: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -89,6 +93,7 @@ def collate(
         top_ids.append(torch.from_numpy(row.top_ids[:answers].astype(np.int64)))
         top_logprobs.append(torch.from_numpy(row.top_logprobs[:answers].astype(np.float32)))
         weights.append(torch.full((answers,), (domain_weights or {}).get(row.domain, 1.0)))
+    sources, source_mask = _padded_sources(rows)
     return Batch(
         ids,
         mask,
@@ -96,7 +101,19 @@ def collate(
         torch.cat(labels),
         Traces(torch.cat(top_ids), torch.cat(top_logprobs)),
         torch.cat(weights) if domain_weights else None,
+        sources=sources,
+        source_mask=source_mask,
     )
+
+
+def _padded_sources(rows: Sequence[TraceRow]) -> tuple[Tensor | None, Tensor | None]:
+    """What encoders read, [B, S], whole, and its mask; none without an encoder."""
+    read = [torch.from_numpy(r.source.astype(np.int64)) for r in rows if r.source is not None]
+    if not read:
+        return None, None
+    masks = [torch.ones_like(source) for source in read]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(read, batch_first=True), pad(masks, batch_first=True)
 
 
 def collate_packed(rows: Sequence[PackedRow], separate_documents: bool = True) -> Batch:
@@ -232,11 +249,14 @@ class BatchStream:
         pool = self.batch * _POOL
         batches = []
         for start in range(0, len(shuffled), pool):
-            by_length = sorted(
-                shuffled[start : start + pool], key=lambda i: len(self.rows[i].tokens)
-            )
+            by_length = sorted(shuffled[start : start + pool], key=lambda i: _length(self.rows[i]))
             batches += [by_length[i : i + self.batch] for i in range(0, len(by_length), self.batch)]
         return [batches[i] for i in rng.permutation(len(batches)).tolist()]
+
+
+def _length(row: TraceRow) -> int:
+    """By which rows are sorted: tokens of both sides."""
+    return len(row.tokens) + (0 if row.source is None else len(row.source))
 
 
 def _check_domains(weights: Mapping[str, float], rows: Sequence[TraceRow]) -> None:

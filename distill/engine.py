@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from draftsmith.checkpoints.families.base import Family, template_of
 from draftsmith.data.files import sha256, write_file, write_json
 from draftsmith.errors import DraftsmithError, RequestError
+from draftsmith.recipes.schema import DistillSettings
 
 T = TypeVar("T")
 # Saves that are kept: the newest, and the one to fall back on.
@@ -359,6 +361,15 @@ def _whole(path: Path, mark: dict[str, Any]) -> bool:
         return bool(mark["sha256"] == sha256(path))
     except (OSError, KeyError):
         return False
+
+
+def learns(name: str, family: Family, settings: DistillSettings) -> bool:
+    """Whether a parameter is among those that a recipe trains, where it has no adapters."""
+    template = template_of(name)[0]
+    if settings.train == "decoder":
+        stack = family.stack_of(template)
+        return stack is not None and stack.layers == "layers"
+    return settings.train == "all" or "vocab" not in family.tensors[template]
 
 
 def freeze_all_but(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:

@@ -46,6 +46,7 @@ from draftsmith.checkpoints.families.base import DIMENSIONS, WITHIN, Axis, Famil
 from draftsmith.checkpoints.layout import Layout, layout_of
 from draftsmith.checkpoints.shape import Shape, shape_of
 from draftsmith.distill.deepspeed_engine import WHOLE_BELOW
+from draftsmith.distill.engine import learns
 from draftsmith.distill.head_loss import chunk_tokens
 from draftsmith.distill.losses import TargetLogits, Traces
 from draftsmith.errors import RequestError
@@ -217,7 +218,7 @@ def counts_of(config: Any, family: Family, settings: DistillSettings) -> Counts:
     own = {n: s for n, s in layout.shapes.items() if n in layout.trained - layout.aliases.keys()}
     adapted = _adapted(own, family, settings)
     adapters = sum(settings.lora_rank * sum(own[name]) for name in adapted)
-    free = [n for n in own if not settings.lora_rank and _learns(n, family, settings)]
+    free = [n for n in own if not settings.lora_rank and learns(n, family, settings)]
     head = f"{family.head}.weight"
     first = layout.aliases.get(head, head)
     return Counts(
@@ -361,11 +362,6 @@ def teacher_of(config: Any, family: Family, work: Work, parts: int = 1, reads: i
     # A step's answers are all read before the drafter learns from the first.
     answers = work.micro_batches * work.answers * (shape.hidden + reads)
     return Teacher(work.width * weights, work.width * passing, work.width * answers)
-
-
-def _learns(name: str, family: Family, settings: DistillSettings) -> bool:
-    """Whether full training frees a parameter."""
-    return settings.train == "all" or "vocab" not in family.tensors[template_of(name)[0]]
 
 
 def _in_block(name: str, family: Family) -> bool:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from draftsmith.checkpoints.families import family_of
+from draftsmith.checkpoints.heads import head_bias, head_scale
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.losses import (
     Columns,
@@ -50,10 +52,15 @@ class Projection:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """The head of a causal model, on its very own weight."""
-        head = model.get_output_embeddings()
+        """The head of a model, on its very own weight."""
+        family = family_of(model.config.model_type, "model")
         softcap = getattr(model.config, "final_logit_softcapping", None)
-        return cls(head.weight, getattr(head, "bias", None), softcap=softcap)
+        return cls(
+            model.get_output_embeddings().weight,
+            head_bias(model, family),
+            head_scale(model, family),
+            softcap,
+        )
 
     def copied(self) -> Self:
         """The same on tensors of its own."""
@@ -237,10 +244,13 @@ class LossHead(nn.Module):
 
     @classmethod
     def of(cls, model: Any, head_loss: HeadLoss) -> Self:
-        """The head of a causal model; by now it is known whether it learns."""
-        head, logits = model.get_output_embeddings(), Projection.of(model)
-        bias = getattr(head, "bias", None)
-        return cls(head_loss, head.weight, bias, scale=logits.scale, softcap=logits.softcap)
+        """The head of a model; by now it is known whether it learns."""
+        logits, weight = Projection.of(model), model.get_output_embeddings().weight
+        bias = logits.bias
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            # A bias that is a buffer never learns.
+            bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return cls(head_loss, weight, bias, scale=logits.scale, softcap=logits.softcap)
 
     def forward(
         self, hidden_AH: Tensor, signal: Signal | None, weights_A: Tensor | None = None

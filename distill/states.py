@@ -19,24 +19,39 @@ def states_at_answers(
     """Final hidden states at the answer positions, [A, H], and what some layers read there.
 
     Args:
-        body: a causal model without its head.
-        batch: padded or packed rows.
-        layers: whose inputs are wanted.
+        body: a model without its head.
+        batch: padded or packed rows; with sources, of an encoder–decoder.
+        layers: whose inputs are wanted, of the decoder.
     """
-    ids, position_ids = _rows_for(body, batch)
-    output = body(
-        input_ids=ids,
-        attention_mask=_fitting(batch.mask, body),
-        position_ids=position_ids,
-        use_cache=False,
-        output_hidden_states=bool(layers),
-    )
+    output = _read(body, batch, states=bool(layers))
 
     def at_answers(states_BTH: Tensor) -> Tensor:
         return states_BTH.flatten(0, 1)[batch.positions]
 
     reads = tuple(at_answers(output.hidden_states[layer]) for layer in layers)
     return at_answers(output.last_hidden_state), reads
+
+
+def _read(body: Any, batch: Batch, *, states: bool) -> Any:
+    """The decoder's output."""
+    if batch.sources is None:
+        ids, position_ids = _rows_for(body, batch)
+        return body(
+            input_ids=ids,
+            attention_mask=_fitting(batch.mask, body),
+            position_ids=position_ids,
+            use_cache=False,
+            output_hidden_states=states,
+        )
+    encoded = body.get_encoder()(input_ids=batch.sources, attention_mask=batch.source_mask)
+    return body.get_decoder()(
+        input_ids=batch.ids,
+        attention_mask=batch.mask,
+        encoder_hidden_states=encoded.last_hidden_state,
+        encoder_attention_mask=batch.source_mask,
+        use_cache=False,
+        output_hidden_states=states,
+    )
 
 
 def _rows_for(body: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -20,12 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.accept.cache import CachedModel, padded_inputs
+from draftsmith.accept.cache import cached, padded_inputs
 from draftsmith.checkpoints.devices import compute_dtype, default_device
 from draftsmith.checkpoints.formats import ModelRef
-from draftsmith.checkpoints.generation import banned_ids, never_first, stop_ids
-from draftsmith.checkpoints.loading import load_model, load_tokenizer, quiet_transformers
-from draftsmith.checkpoints.pair import SharedVocabulary, own_vocabulary
+from draftsmith.checkpoints.generation import banned_ids, decoder_start, never_first, stop_ids
+from draftsmith.checkpoints.loading import (
+    describe,
+    load_configs,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+)
+from draftsmith.checkpoints.pair import SharedVocabulary, context_of, said_vocabulary
+from draftsmith.checkpoints.shape import shape_of
 from draftsmith.data.chat import (
     Prompt,
     UserTurn,
@@ -48,7 +55,7 @@ from draftsmith.data.traces import (
     write_shard,
 )
 from draftsmith.distill.vllm_writer import VllmWriter, check_vllm
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.recipes.schema import DataSettings, Recipe, TraceSettings
 
 # A self-written batch may give no usable prompt, or none that is new; so many in a row mean that
@@ -64,6 +71,7 @@ class Sample:
     prompt: list[int]
     sampled: bool
     domain: str = ""
+    source: tuple[int, ...] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[Any] = field(default_factory=list)
@@ -79,6 +87,7 @@ class Sample:
             top_ids=np.stack(self.top_ids).astype(id_type),
             top_logprobs=np.stack(self.top_logprobs).astype(np.float16),
             domain=self.domain,
+            source=None if self.source is None else np.array(self.source, np.int32),
         )
 
 
@@ -122,9 +131,11 @@ class Writer:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         """Take a loaded target."""
-        self.model = CachedModel(model)
-        self.vocabulary: SharedVocabulary = own_vocabulary(
-            tokenizer, model.config.vocab_size
+        self.model, config = cached(model), model.config
+        family = self.model.family
+        rows = shape_of(config, family).vocab
+        self.vocabulary: SharedVocabulary = said_vocabulary(
+            tokenizer, config, family, rows
         ).without(banned_ids(model))
         self.stop_ids, self.never_first = stop_ids(model), sorted(never_first(model))
         self.pad_id = tokenizer.pad_token_id or 0
@@ -155,7 +166,8 @@ class Writer:
         """
         device = self.device
         active = list(samples)
-        self.model.reset()
+        sources = [s.source for s in active if s.source is not None]
+        self.model.reset(len(active) if sources else 1, sources)
         ids, mask, positions = (t.to(device) for t in self._padded(active))
         for _ in range(max_new_tokens):
             logits_BV = self.vocabulary.restrict(
@@ -236,23 +248,45 @@ class Prompts:
 
     Attributes:
         longest: tokens of the longest prompt, or a bound of it.
+        too_long: sources that were passed over so far, since the encoder can't hold them.
     """
 
-    def __init__(self, data: DataSettings, batch: int, tokenizer: Any, seed: int) -> None:
+    def __init__(
+        self,
+        data: DataSettings,
+        batch: int,
+        tokenizer: Any,
+        seed: int,
+        reads: "Reads | None" = None,
+    ) -> None:
         """Check that prompts can be had at all.
+
+        Args:
+            data: the recipe's `data`.
+            batch: prompts asked for at a time.
+            tokenizer: the target's.
+            seed: of their order.
+            reads: of an encoder–decoder, whose prompts are what its encoder reads.
 
         Raises:
             RequestError: the source can't give any.
         """
-        self.data, self.batch, self.tokenizer = data, batch, tokenizer
+        if reads is not None and data.source == "self":
+            raise RequestError(
+                "recipe.data.source: self: an encoder–decoder writes no prompts for itself; give "
+                "texts for its encoder by corpus or prompts, with path"
+            )
+        self.data, self.batch, self.tokenizer, self.reads = data, batch, tokenizer, reads
         self.turn: UserTurn | None = user_turn(tokenizer) if data.source == "self" else None
         self._rows: Iterator[Prompt] = iter(())
+        self.too_long = 0
         self.longest = data.prompt_tokens
         if data.source == "corpus":
             self._rows = self._beginnings(seed)
         elif data.source == "prompts":
-            prompts = [p for path in data.path for p in read_prompts(path, tokenizer)]
-            self._rows = iter(prompts)
+            start = None if reads is None else reads.start
+            prompts = [p for path in data.path for p in read_prompts(path, tokenizer, start=start)]
+            self._rows = self._fitting(prompts)
             self.longest = max(len(p.ids) for p in prompts)
         else:
             self.longest = self._longest_turn()
@@ -317,10 +351,59 @@ class Prompts:
             ],
             stopping_strategy="all_exhausted_without_replacement",
         ).shuffle(seed=seed, buffer_size=256)
+        if self.reads is not None:
+            yield from self._fitting(self._sources(texts, self.reads.start))
+            return
         for row in texts:
             # No token is longer than its text: enough characters for any tokenizer.
             ids = encode_text(self.tokenizer, row["text"][: 32 * self.data.prompt_tokens])
             yield Prompt("", tuple(ids[: self.data.prompt_tokens]), row["domain"])
+
+    def _sources(self, texts: Iterable[Any], start: Sequence[int]) -> Iterator[Prompt]:
+        """Whole texts, for an encoder."""
+        for row in texts:
+            ids = self.tokenizer(row["text"])["input_ids"]
+            yield Prompt("", tuple(start), row["domain"], tuple(ids))
+
+    def _fitting(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        """Those whose source the encoder can hold; a text that is cut would be another one."""
+        most = None if self.reads is None else self.reads.most
+        for prompt in prompts:
+            if most is None or prompt.source is None or len(prompt.source) <= most:
+                yield prompt
+            else:
+                self.too_long += 1
+
+
+@dataclass(frozen=True)
+class Reads:
+    """How an encoder–decoder is asked.
+
+    Attributes:
+        start: ids that its decoder reads before it writes.
+        most: tokens of the longest source that its encoder holds; None: any number.
+    """
+
+    start: tuple[int, ...]
+    most: int | None
+
+    @classmethod
+    def of(cls, target: ModelRef) -> "Reads | None":
+        """Of a target; None: it has no encoder.
+
+        Raises:
+            RequestError: it hears sound, or doesn't say how its decoder begins.
+        """
+        configs = load_configs(target)
+        family, _ = describe(configs.config, target)
+        if not family.has_encoder:
+            return None
+        if family.config.mel_bins:
+            raise RequestError(
+                f"{target.spec}: {family.name} hears sound, and traces are of text; give a target "
+                "that reads text"
+            )
+        return cls(tuple(decoder_start(configs)), context_of(configs.config, family))
 
 
 def _with_domain(row: dict[str, str], domain: str) -> dict[str, str]:
@@ -342,6 +425,14 @@ class Job:
     def of(cls, recipe: Recipe, target: ModelRef, folder: Path) -> "Job":
         """The trace stage of a recipe."""
         return cls(target, recipe.data, recipe.trace, recipe.seed, folder, recipe.dtype)
+
+    def prompts(self, tokenizer: Any) -> Prompts:
+        """The prompts that the target answers.
+
+        Raises:
+            RequestError: there are none.
+        """
+        return Prompts(self.data, self.trace.batch, tokenizer, self.seed, Reads.of(self.target))
 
 
 def write_batch(
@@ -368,6 +459,7 @@ def write_batch(
             list(p.ids),
             sampled=_share(number * settings.batch + i, settings.sampled_share),
             domain=p.domain,
+            source=p.source,
         )
         for i, p in enumerate(usable)
     ]
@@ -410,7 +502,7 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
     engine = _ENGINES[job.trace.engine]
     tokenizer = load_tokenizer(target)
     # Here rather than in the workers, so that a wrong request is told at once.
-    Prompts(job.data, job.trace.batch, tokenizer, job.seed)
+    job.prompts(tokenizer)
     done = _finished(folder)
     have = sum(key.answer_tokens for keys in done.values() for key in keys)
     with Progress("traces", job.trace.tokens, "tokens", done=have) as progress:
@@ -603,7 +695,7 @@ def _batches(
 def _run_vllm(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> None:
     """Write with vLLM, which has its own processes, until there are enough; fills `done`."""
     tokenizer = load_tokenizer(job.target)
-    prompts = Prompts(job.data, job.trace.batch, tokenizer, job.seed)
+    prompts = job.prompts(tokenizer)
     writer = VllmWriter(
         job.target,
         tokenizer,
@@ -623,7 +715,7 @@ def _run_vllm(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> No
 
 def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> None:
     """Run workers until the store has its tokens or prompts run out; fills `done`."""
-    team, shown = _Team(job, sorted(done)), 0
+    team, shown, too_long = _Team(job, sorted(done)), 0, 0
     try:
         while team.active():
             progress.update(team.written.value - shown)
@@ -632,7 +724,8 @@ def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) ->
                 team.check()
                 time.sleep(_POLL_SECONDS)
                 continue
-            number, keys, problem = team.finished.get()
+            number, keys, problem, passed_over = team.finished.get()
+            too_long = max(too_long, passed_over)
             if problem:
                 raise DraftsmithError(f"{job.target.spec}: a trace worker failed: {problem}")
             done[number] = keys
@@ -642,6 +735,8 @@ def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) ->
         team.check()
     finally:
         team.end()
+        if too_long:
+            say(f"traces: {too_long} sources are longer than the encoder can hold, and left out")
 
 
 def _worker(
@@ -653,7 +748,10 @@ def _worker(
     written: Any,
     stop: Event,
 ) -> None:
-    """Write every `workers`-th batch that is not done yet; reports (number, keys, problem)."""
+    """Write every `workers`-th batch that is not done yet.
+
+    Reports number and keys of each, a problem, and how many sources were too long so far.
+    """
     # Ctrl-C is the parent's business; it ends the workers, which then tidy up behind themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -671,17 +769,17 @@ def _worker(
         # One thread each: several small processes do better than threads that wait for each other.
         torch.set_num_threads(1)
         tokenizer = load_tokenizer(job.target)
-        prompts = Prompts(job.data, job.trace.batch, tokenizer, job.seed)
+        prompts = job.prompts(tokenizer)
         dtype = compute_dtype(job.dtype, default_device())
         writer = Writer(load_model(job.target, dtype=dtype), tokenizer)
         numbers = itertools.count(worker, workers)
         for number, keys in _batches(writer, prompts, job, numbers, done, count):
-            finished.put((number, keys, ""))
+            finished.put((number, keys, "", prompts.too_long))
             if stop.is_set():
                 return
     except Exception as error:  # told to the parent, which raises it
         name = "" if isinstance(error, DraftsmithError) else f"{type(error).__name__}: "
-        finished.put((-1, [], f"{name}{error}"))
+        finished.put((-1, [], f"{name}{error}", 0))
     finally:
         # Python prints what is raised while it ends.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -14,14 +14,13 @@ from draftsmith.accept.replay import RoundCounts, replay
 from draftsmith.checkpoints.devices import autocast
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.generation import stop_ids
-from draftsmith.checkpoints.slicing import template_of
 from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.best import Best
 from draftsmith.distill.deepspeed_engine import make_engine
-from draftsmith.distill.engine import Engine, freeze_all_but
-from draftsmith.distill.head_loss import HeadLoss, LossHead
+from draftsmith.distill.engine import Engine, freeze_all_but, learns
+from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
 from draftsmith.distill.lessons import Lessons
 from draftsmith.distill.logs import LOGS, Logs
 from draftsmith.distill.lora import add_adapters, merge_adapters
@@ -261,7 +260,7 @@ def evaluate(
         if row.sampled or row.prompt_length < 1 or answers < 1:
             continue
         batch = collate([row], max_length).to(model.device)
-        choices = model.get_output_embeddings()(hidden_at_answers(model, batch)).argmax(-1)
+        choices = Projection.of(model)(hidden_at_answers(model, batch)).argmax(-1)
         matches = (choices == batch.labels).cpu().numpy()
         counts = [c + replay(matches, c.lookahead, limit=answers + 1) for c in counts]
         agreed.update(matches.tolist())
@@ -285,11 +284,7 @@ def trainable_parameters(
     if settings.lora_rank:
         axes, rank = settings.lora_axes, settings.lora_rank
         return add_adapters(model, family, axes, rank, settings.lora_alpha, seed)
-    names = [
-        name
-        for name, _ in model.named_parameters()
-        if settings.train == "all" or "vocab" not in family.tensors[template_of(name)[0]]
-    ]
+    names = [name for name, _ in model.named_parameters() if learns(name, family, settings)]
     return freeze_all_but(model, names)
 
 

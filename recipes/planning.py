@@ -18,7 +18,7 @@ from draftsmith.checkpoints import provenance
 from draftsmith.checkpoints.devices import default_device
 from draftsmith.checkpoints.formats import ModelRef, local_path, resolve
 from draftsmith.checkpoints.layout import meta_model, with_counts
-from draftsmith.checkpoints.loading import describe, load_config
+from draftsmith.checkpoints.loading import describe, load_config, require_decoder
 from draftsmith.checkpoints.shape import Shape
 from draftsmith.data.traces import TraceRow, TraceStore, id_dtype
 from draftsmith.distill.estimate import (
@@ -187,6 +187,7 @@ def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
         )
     shape, device = check(run), device_now()
     config, family = drafter_config(run, shape)
+    require_decoder(family, run.source.spec)
     rows = trace_rows(run)
     text = text_of(run, rows, shape.vocab, settings)
     pruning_text = text_of(run, rows, shape.vocab, run.recipe.prune)

@@ -21,9 +21,8 @@ from draftsmith.checkpoints.loading import (
     load_model,
     load_tokenizer,
     quiet_transformers,
-    require_decoder,
 )
-from draftsmith.checkpoints.pair import check_pair, check_tokenizer_rows
+from draftsmith.checkpoints.pair import check_pair, check_tokenizer_rows, tokenizer_rows
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import Shape, resolve_shape
 from draftsmith.data.chat import prompt_inputs, user_turn
@@ -167,16 +166,20 @@ def check(run: Run) -> Shape:
 
     config = load_config(run.source)
     family, source = describe(config, run.source)
-    require_decoder(family, run.source.spec)
+    if family.has_encoder:
+        _check_encoder_decoder(run, family)
     prune = run.recipe.prune
     _, shape = goal_of(run, family, source)
     check_method(prune.method, source, shape)
     target = load_configs(run.target)
     target_family, target_shape = describe(target.config, run.target)
-    check_tokenizer_rows(run.tokenizer, target_shape.vocab, run.recipe.target)
+    rows = tokenizer_rows(target.config, target_family, target_shape.vocab)
+    check_tokenizer_rows(run.tokenizer, rows, run.recipe.target)
     if run.source != run.target:
         check_pair(run.target, run.source)
-        check_tokenizer_rows(run.tokenizer, source.vocab, run.source.spec)
+        check_tokenizer_rows(
+            run.tokenizer, tokenizer_rows(config, family, source.vocab), run.source.spec
+        )
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
     _check_distill(run, config, family, target.config, target_family)
@@ -189,6 +192,30 @@ def check(run: Run) -> Shape:
     for note in preflight(candidate, run.recipe.export):
         say(f"note: {note}")
     return shape
+
+
+def _check_encoder_decoder(run: Run, family: Family) -> None:
+    """Refuse what only decoders alone can do.
+
+    Raises:
+        RequestError: naming the key.
+    """
+    recipe = run.recipe
+    asked = {
+        "data.source: self": recipe.data.source == "self",
+        "trace.engine: vllm": recipe.trace.engine == "vllm",
+        "prune.mixture": recipe.prune.mixture is not None,
+        "prune.apart": recipe.prune.apart,
+        "prune.draft_ms": recipe.prune.draft_ms is not None,
+        "distill.on_policy": recipe.distill.on_policy > 0,
+        "distill.hidden_matching": recipe.distill.hidden_matching > 0,
+        "distill.shard_teacher": recipe.distill.shard_teacher,
+    }
+    if found := next((key for key, there in asked.items() if there), None):
+        raise RequestError(
+            f"recipe.{found}: {run.source.spec} is an encoder–decoder ({family.name}), for which "
+            "there is no such thing yet; leave it out (data.source: corpus or prompts gives texts)"
+        )
 
 
 def _check_distill(

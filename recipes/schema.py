@@ -504,8 +504,11 @@ class DistillSettings:
     ] = 0.01
     clip: Annotated[PositiveFloat, Field(description="largest gradient norm")] = 1.0
     train: Annotated[
-        Literal["layers", "all"],
-        Field(description="layers: embeddings and head stay the target's; all: they learn too"),
+        Literal["layers", "decoder", "all"],
+        Field(
+            description="layers: embeddings and head stay the target's; decoder: an encoder too, "
+            "so that the target's pass serves both; all: everything learns"
+        ),
     ] = "all"
     lora_rank: Annotated[
         int,

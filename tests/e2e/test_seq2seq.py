@@ -1,0 +1,198 @@
+"""Recipes for encoder–decoders: from a target's own answers to a drafter with a short decoder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.checkpoints.families import families
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.generation import decoder_start
+from draftsmith.checkpoints.loading import load_model
+from draftsmith.checkpoints.shape import shape_of
+from draftsmith.data.traces import RowKey, TraceRow, TraceStore, pack_rows, unpack_rows
+from draftsmith.distill.batches import collate
+from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
+from draftsmith.distill.losses import forward_kl
+from draftsmith.distill.states import hidden_at_answers
+from draftsmith.distill.teacher import Teacher
+from draftsmith.errors import RequestError
+from draftsmith.recipes.loading import load
+from draftsmith.recipes.run import STAGES, Run, check, run_stages
+from tests.conftest import make_model
+
+READS_TEXT = sorted(
+    name for name, f in families().items() if f.has_encoder and not f.config.mel_bins
+)
+SENTENCES = ("how many apples are left", "she has nine", "write a short list of words", "a")
+
+
+@pytest.fixture(params=READS_TEXT)
+def target(request: pytest.FixtureRequest) -> Any:
+    """A tiny target of every family that reads text."""
+    return make_model(request.param)
+
+
+@pytest.fixture
+def recipe(target: Any, save: Callable[..., Path], tmp_path: Path) -> Path:
+    """A recipe of a few seconds; its file."""
+    corpus, prompts = tmp_path / "corpus.jsonl", tmp_path / "prompts.jsonl"
+    words = " ".join(SENTENCES).split()
+    rows = [" ".join(words[i % 9 : i % 9 + 3 + i % 4] + words[: i % 5]) for i in range(48)]
+    corpus.write_text("".join(json.dumps({"source": row, "target": "x"}) + "\n" for row in rows))
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in SENTENCES[:3]))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        f"""
+target: {save(target, name="target")}
+threads: 1
+dtype: float32
+data: {{source: corpus, path: [{corpus}], text_key: source}}
+trace: {{tokens: 300, batch: 8, top_n: 8, max_new_tokens: 12, workers: 1, validation_share: 0.2}}
+prune: {{shape: {{layers: 2}}, steps: 12, warmup: 4, lambda_lr: 5.0, batch: 4}}
+distill: {{steps: 12, batch: 4, lr: 1e-2, warmup: 2, evaluate_every: 6, save_every: 4,
+  train: decoder}}
+score: {{prompts: {prompts}, max_new_tokens: 12, decode_prompts: 2, replay_lookahead: 4}}
+export: {{to: [hf]}}
+"""
+    )
+    return path
+
+
+def test_the_whole_road(recipe: Path, tmp_path: Path, target: Any) -> None:
+    """A drafter of two decoder layers that shares the target's encoder and drafts exactly."""
+    run = Run(load(str(recipe)), tmp_path / "out")
+    run_stages(run, tuple(stage.name for stage in STAGES))
+    family = families()[target.config.model_type]
+    drafter = load_model(resolve(str(run.folder("distilled"))))
+    assert shape_of(drafter.config, family).layers == 2
+    assert shape_of(drafter.config, family).encoder_layers == 3
+    score = json.loads((run.folder("scores") / "score.json").read_text())
+    assert score["lossless"] is True
+    assert all(row["identical_tokens"] == row["compared_tokens"] for row in score["decode"])
+    for name, tensor in target.get_encoder().state_dict().items():
+        assert torch.equal(tensor, drafter.get_encoder().state_dict()[name]), name
+    curve = json.loads((run.folder("distilled") / "curve.json").read_text())
+    assert curve[-1]["loss"] < curve[0]["loss"] or curve[-1]["emitted_per_round"] >= 1
+
+
+def test_traces_are_what_the_target_says(recipe: Path, tmp_path: Path, target: Any) -> None:
+    """Greedy rows are generate()'s, with the very log-probabilities of a plain forward pass."""
+    run = Run(load(str(recipe), ["trace.sampled_share=0"]), tmp_path / "out")
+    run_stages(run, ("trace",))
+    rows = TraceStore(run.folder("traces")).rows("train")
+    assert len(rows) > 8
+    start = decoder_start(target)
+    for row in rows[:6]:
+        assert row.source is not None
+        source = torch.from_numpy(row.source.astype(np.int64))[None]
+        assert row.tokens[: row.prompt_length].tolist() == start
+        written = target.generate(source, max_new_tokens=12, do_sample=False, num_beams=1)[0]
+        assert row.tokens.tolist() == written[: len(row.tokens)].tolist()
+        ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
+        logits = target(input_ids=source, decoder_input_ids=ids).logits[0, len(start) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(start) :, None])[:, 0]
+        assert torch.allclose(torch.from_numpy(row.logprobs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", READS_TEXT)
+@torch.inference_mode()
+def test_losses_are_those_of_the_models_own_logits(family: str, tied: bool) -> None:
+    """In padded batches, with the head's scale and bias; the traces' and a live target's."""
+    keys = families()[family]
+    changes = {"tie_word_embeddings": tied}
+    if keys.tied != "tie_word_embeddings":
+        changes = {keys.tied: tied}
+    model, teacher = make_model(family, **changes), make_model(family, seed=3, **changes)
+    for one in (model, teacher):
+        if hasattr(one, "final_logits_bias"):
+            one.final_logits_bias.normal_()
+    rows = [row_of(5, 3, seed=1), row_of(2, 7, seed=2), row_of(9, 1, seed=3)]
+    batch = collate(rows, 64)
+    logits = torch.cat([logits_of(model, row) for row in rows])
+    assert torch.allclose(Projection.of(model)(hidden_at_answers(model, batch)), logits, atol=1e-5)
+    said = torch.cat([logits_of(teacher, row) for row in rows])
+    kl = torch.nn.functional.kl_div(
+        logits.log_softmax(-1), said.log_softmax(-1), reduction="sum", log_target=True
+    )
+    head = LossHead.of(model, HeadLoss(forward_kl))
+    lesson = Teacher(teacher)(batch)
+    assert torch.allclose(head(hidden_at_answers(model, batch), lesson.signal), kl, rtol=1e-4)
+
+
+def row_of(source: int, answer: int, seed: int) -> TraceRow:
+    rng = np.random.default_rng(seed)
+    tokens = np.array([1, *rng.integers(3, 90, answer)], np.int32)
+    top = np.tile(np.arange(8), (answer, 1)).astype(np.uint16)
+    return TraceRow(
+        tokens,
+        1,
+        False,
+        np.zeros(answer, np.float32),
+        top,
+        np.full((answer, 8), -2.1, np.float16),
+        source=rng.integers(3, 90, source).astype(np.int32),
+    )
+
+
+def logits_of(model: Any, row: TraceRow) -> torch.Tensor:
+    assert row.source is not None
+    ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
+    source = torch.from_numpy(row.source.astype(np.int64))[None]
+    found: torch.Tensor = model(input_ids=source, decoder_input_ids=ids).logits[0, :-1]
+    return found
+
+
+def test_sources_are_kept_and_tell_texts_apart() -> None:
+    rows = [row_of(5, 3, seed=1), row_of(2, 7, seed=2)]
+    again = list(unpack_rows(pack_rows(rows)))
+    for row, copy in zip(rows, again, strict=True):
+        assert np.array_equal(row.source, copy.source)
+        assert np.array_equal(row.tokens, copy.tokens)
+        assert RowKey.of(row) == RowKey.of(copy)
+    other = TraceRow(*(getattr(rows[0], n) for n in list(rows[0].__dataclass_fields__)[:7]))
+    assert RowKey.of(other) != RowKey.of(rows[0])
+    assert next(unpack_rows(pack_rows([other]))).source is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data={source: self}", r"data\.source: self: .* is an encoder–decoder"),
+        ("distill.on_policy=0.5", r"distill\.on_policy: .* no such thing yet"),
+        ("prune.apart=true", "apart"),
+        ("export.to=[gguf]", "has no GGUF architecture"),
+    ],
+)
+def test_what_only_decoders_can(override: str, message: str, recipe: Path, tmp_path: Path) -> None:
+    overrides = [override]
+    if "on_policy" in override:
+        overrides.append("distill.teacher=live")
+    with pytest.raises(RequestError, match=message):
+        check(Run(load(str(recipe), overrides), tmp_path / "out"))
+
+
+def test_sources_that_the_encoder_cannot_hold_are_counted(
+    save: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from draftsmith.distill.trace import write_traces
+
+    model = make_model("bart", max_position_embeddings=24)
+    corpus = tmp_path / "corpus.jsonl"
+    rows = ["how many", "write a short list of words and first we find the total " * 4, "she has"]
+    corpus.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"target: {save(model)}\ndata: {{source: corpus, path: [{corpus}]}}\n"
+        "trace: {tokens: 400, batch: 2, top_n: 8, max_new_tokens: 8, workers: 1}\n"
+        "prune: {shape: {layers: 2}}\n"
+    )
+    run = Run(load(str(path)), tmp_path / "out")
+    (tmp_path / "traces").mkdir()
+    write_traces(run.recipe, run.target, tmp_path / "traces")
+    assert "1 sources are longer than the encoder can hold" in capsys.readouterr().err
