@@ -416,6 +416,10 @@ def export(
         int, _setting("tensor_parallel", ExportSettings)
     ] = _EXPORT.tensor_parallel,
     max_length: Annotated[int | None, _setting("max_length", ExportSettings)] = None,
+    score_file: Annotated[
+        Path | None,
+        typer.Option("--score", metavar="FILE", help="a score.json for the model card to tell"),
+    ] = None,
     allow_pickle: AllowPickleOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
@@ -428,6 +432,7 @@ def export(
         settings = settings_of(ExportSettings, options | {"to": tuple(to.split(","))})
         if out.exists():
             raise RequestError(f"--out {out}: is there already; name a new folder")
+        from draftsmith.accept.form import read_score
         from draftsmith.checkpoints import provenance
         from draftsmith.checkpoints.export import export_drafter
         from draftsmith.checkpoints.formats import resolve
@@ -435,9 +440,10 @@ def export(
         from draftsmith.data.files import new_folder
 
         quiet_transformers()
+        scored = None if score_file is None else read_score(score_file)
         drafter_ref, target_ref = resolve(drafter, allow_pickle), resolve(target, allow_pickle)
         with new_folder(out) as partial:
-            export_drafter(drafter_ref, target_ref, partial, settings)
+            export_drafter(drafter_ref, target_ref, partial, settings, score=scored)
             provenance.write_command(partial, asdict(settings), (drafter_ref, target_ref))
         print(out)
 

@@ -616,7 +616,14 @@ def _score(run: Run, folder: Path) -> None:
 def _export(run: Run, folder: Path) -> None:
     from draftsmith.checkpoints.export import export_drafter
 
-    export_drafter(resolve(str(run.folder("distilled"))), run.target, folder, run.recipe.export)
+    export_drafter(
+        resolve(str(run.folder("distilled"))),
+        run.target,
+        folder,
+        run.recipe.export,
+        recipe=run.out.name,
+        score=read_score(run),
+    )
 
 
 def read_score(run: Run) -> dict[str, Any]:
@@ -670,7 +677,8 @@ STAGES: tuple[Stage, ...] = (
         "export",
         settings=("export",),
         inputs=_no_files,
-        needs=("distilled",),
+        # The model card tells the scores.
+        needs=("distilled", "scores"),
         work=_export,
     ),
 )

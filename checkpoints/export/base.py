@@ -13,12 +13,14 @@ from typing import Any, Protocol
 from draftsmith.checkpoints.export.parity import Parity
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.checkpoints.layout import layout_of
 from draftsmith.checkpoints.pair import PairCheck
 from draftsmith.checkpoints.shape import Shape
 from draftsmith.checkpoints.token_map import TokenMap
+from draftsmith.errors import DraftsmithError
 from draftsmith.recipes.schema import ExportSettings
 
-# What launches that know no other number propose in a round.
+# The folder that `hf` writes; other runtimes load it too.
 HF = "hf"
 
 
@@ -73,6 +75,21 @@ class Report:
     launch: str
     parity: Parity | None = None
     notes: tuple[str, ...] = ()
+
+
+def check_uniform(runtime: str, job: Job) -> None:
+    """Compare every tensor with the shape that the config states (case A17).
+
+    Raises:
+        DraftsmithError: naming the first that has another, as where layers differ.
+    """
+    expected = layout_of(job.config, job.family).shapes
+    for name, tensor in job.model.state_dict().items():
+        if tuple(tensor.shape) != expected.get(name):
+            raise DraftsmithError(
+                f"export {runtime}: {name} is {tuple(tensor.shape)}, but the config says "
+                f"{expected.get(name)}; the format needs the same shape in every layer"
+            )
 
 
 class Exporter(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draftsmith.checkpoints.export.base import Candidate, Job, Report
+from draftsmith.checkpoints.export.base import Candidate, Job, Report, check_uniform
 from draftsmith.checkpoints.export.gguf_vocabulary import (
     check_vocabulary,
     comparable,
@@ -36,7 +36,7 @@ from draftsmith.checkpoints.loading import load_config, load_model, load_tokeniz
 from draftsmith.checkpoints.pair import context_of
 from draftsmith.checkpoints.shape import Shape
 from draftsmith.data.files import write_file
-from draftsmith.errors import DraftsmithError, RequestError
+from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import ExportSettings
 
 _RUNTIME = "llama.cpp"
@@ -78,7 +78,7 @@ def write(job: Job, path: Path, tensor_type: str) -> None:
     Raises:
         DraftsmithError: shapes differ between layers.
     """
-    _check_uniform(job.model, job.family)
+    check_uniform("gguf", job)
     write_file(path, lambda partial: _write(job, partial, tensor_type))
 
 
@@ -293,18 +293,6 @@ def _worse(found: Sequence[Parity]) -> Parity | None:
         max_difference=max(first.max_difference or 0.0, last.max_difference or 0.0),
         top1_agreement=min(first.top1_agreement or 0.0, last.top1_agreement or 0.0),
     )
-
-
-def _check_uniform(model: Any, family: Family) -> None:
-    """Compare every tensor with the shape that the config states (case A17)."""
-    expected_shapes = layout_of(model.config, family).shapes
-    for name, tensor in model.state_dict().items():
-        expected = expected_shapes.get(name)
-        if tuple(tensor.shape) != expected:
-            raise DraftsmithError(
-                f"export gguf: {name} is {tuple(tensor.shape)}, but the config says {expected}; "
-                "GGUF needs the same shape in every layer"
-            )
 
 
 def _write(job: Job, path: Path, tensor_type: str) -> None:

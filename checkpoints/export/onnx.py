@@ -8,13 +8,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from draftsmith.checkpoints.export.base import Candidate, Job, Report
+from draftsmith.checkpoints.export.base import Candidate, Job, Report, check_uniform
 from draftsmith.checkpoints.export.parity import TOLERANCE, check_parity, questions_for
 from draftsmith.checkpoints.export.processes import ask, read_back
-from draftsmith.checkpoints.layout import layout_of
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.data.files import new_folder, storage
-from draftsmith.errors import DraftsmithError, RequestError
+from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import ExportSettings
 
 _NAME = "onnx"
@@ -70,7 +69,7 @@ def build(job: Job, path: Path, precision: str) -> None:
     Raises:
         DraftsmithError: shapes differ between layers, or the builder failed.
     """
-    _check_uniform(job)
+    check_uniform(_NAME, job)
     with storage(path), tempfile.TemporaryDirectory(prefix="draftsmith-") as source:
         save_model(job.model, job.target, Path(source))
         ask(
@@ -111,17 +110,6 @@ def check_buildable(runtime: str, candidate: Candidate, settings: ExportSettings
             f"export {runtime}: the model builder of onnxruntime-genai needs {', '.join(missing)}; "
             "pip install 'draftsmith[onnx]'"
         )
-
-
-def _check_uniform(job: Job) -> None:
-    """Compare every tensor with the shape that the config states (case A17)."""
-    expected_shapes = layout_of(job.config, job.family).shapes
-    for name, tensor in job.model.state_dict().items():
-        if tuple(tensor.shape) != (expected := expected_shapes.get(name)):
-            raise DraftsmithError(
-                f"export onnx: {name} is {tuple(tensor.shape)}, but the config says {expected}; "
-                "the builder needs the same shape in every layer"
-            )
 
 
 def _problems(candidate: Candidate) -> Iterator[str]:

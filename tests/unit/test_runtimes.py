@@ -241,3 +241,22 @@ def test_every_runtime_has_a_format_and_a_worker() -> None:
     assert set(runtimes.FORMATS) == names
     for name in names:
         assert (WORKERS / f"{name.replace('.', '_').replace('-', '_')}_worker.py").is_file()
+
+
+def test_a_score_is_read_again_or_refused(
+    script: Path, pair: tuple[ModelRef, ModelRef], settings: ScoreSettings, tmp_path: Path
+) -> None:
+    from draftsmith.accept.form import read_score
+    from draftsmith.data.files import write_json
+
+    path, plain = tmp_path / "score.json", score_drafter(*pair, settings).to_plain()
+    write_json(path, plain)
+    assert read_score(path)["decode"] == json.loads(path.read_text())["decode"]
+    write_json(path, plain | {"decode": [{"lookahead": "three"}]})
+    with pytest.raises(RequestError, match=r"not the form of a score\.json \(decode\.0"):
+        read_score(path)
+    path.write_text('{"target": ')
+    with pytest.raises(RequestError, match=r"damaged .* score again"):
+        read_score(path)
+    with pytest.raises(RequestError, match=r"nowhere\.json: can't be read"):
+        read_score(tmp_path / "nowhere.json")
