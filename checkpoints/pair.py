@@ -205,7 +205,7 @@ def _notes(
     if token_map is not None:
         yield (
             f"the drafter has {drafter_rows} of the target's {token_map.target_vocab} tokens and a "
-            "map to them: for draftsmith alone, other runtimes need the whole vocabulary"
+            "map to them: for draftsmith alone; `export` expands it for other runtimes"
         )
     elif target_rows != drafter_rows:
         yield (
