@@ -1,6 +1,5 @@
 """All handling of transformers' key/value caches; their interface changed between 5.17 and 5.24."""
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.checkpoints.families import family_of
+from draftsmith.checkpoints.generation import cache_argument
 from draftsmith.checkpoints.pair import context_of
 
 # What an encoder reads: token ids, or features [bands, frames] of sound.
@@ -37,9 +37,7 @@ class CachedModel:
         self.family = family_of(model.config.model_type, "model")
         # Positions that the model can tell apart; None: any number.
         self.context = context_of(model.config, self.family)
-        parameters = inspect.signature(type(model).forward).parameters
-        # `cache` from 5.24 on, `past_key_values` before.
-        self._argument = "cache" if "cache" in parameters else "past_key_values"
+        self._argument = cache_argument(model)
         self.reset()
 
     def reset(self, rows: int = 1, sources: Sequence[Source] = ()) -> None:

@@ -1,6 +1,7 @@
 """Generation settings: what ends a text, what keeps a model from being saved, ids that move."""
 
 import copy
+import inspect
 import re
 import warnings
 from collections.abc import Mapping
@@ -74,6 +75,12 @@ def stop_ids(model: Any) -> frozenset[int]:
     for config in (model.generation_config, model.config):
         ids |= _ids(config, "eos_token_id")
     return frozenset(ids)
+
+
+def cache_argument(model: Any) -> str:
+    """Under which name a model takes its key/value cache: `cache` from transformers 5.24 on."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def banned_ids(model: Any) -> frozenset[int]:

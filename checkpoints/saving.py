@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from draftsmith.checkpoints.generation import repair_generation_config
 from draftsmith.checkpoints.loading import load_tokenizer
 from draftsmith.checkpoints.token_map import FILE as TOKEN_MAP
 from draftsmith.checkpoints.token_map import TokenMap
-from draftsmith.data.files import storage, write_json
+from draftsmith.data.files import storage, write_file, write_json
 
 # Copied byte for byte: a tokenizer that was loaded and saved again is no longer recognised by
 # converters, or has grown a token (case A32).
@@ -45,7 +46,11 @@ _MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*")
 
 
 def save_model(
-    model: Any, tokenizer_from: ModelRef, folder: Path, token_map: TokenMap | None = None
+    model: Any,
+    tokenizer_from: ModelRef,
+    folder: Path,
+    token_map: TokenMap | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> None:
     """Write a strictly loadable HF folder, whole or marked as unfinished.
 
@@ -54,6 +59,8 @@ def save_model(
         tokenizer_from: the model whose tokenizer it shares; its files are copied unchanged.
         folder: an existing folder; stages give a `.partial` one and rename it when all is done.
         token_map: of a drafter with a cut vocabulary.
+        about: metadata for the weights' files; transformers writes none of its user's, so they are
+            then written twice.
     """
     # What needs torch is imported when there is a model: a finished run is recognised without.
     from draftsmith.checkpoints.tying import match_tied_flag
@@ -67,6 +74,8 @@ def save_model(
         (folder / CHECKSUMS).unlink(missing_ok=True)
         with _saving_everything(model):
             model.save_pretrained(folder)
+        if about:
+            _describe_weights(folder, about)
         _write_config_for_all_ages(folder / "config.json", family.is_tied(model.config))
         save_tokenizer(tokenizer_from, folder)
         (folder / TOKEN_MAP).unlink(missing_ok=True)
@@ -88,6 +97,14 @@ def save_tokenizer(ref: ModelRef, folder: Path) -> None:
             shutil.copyfile(ref.folder / name, folder / name)
     if (ref.folder / _TEMPLATES).is_dir():
         shutil.copytree(ref.folder / _TEMPLATES, folder / _TEMPLATES, dirs_exist_ok=True)
+
+
+def _describe_weights(folder: Path, about: Mapping[str, str]) -> None:
+    """Write the weights' files anew, with metadata beside what readers look for."""
+    from safetensors.torch import load_file, save_file
+
+    for path in folder.glob("model*.safetensors"):
+        write_file(path, partial(save_file, load_file(path), metadata={"format": "pt", **about}))
 
 
 @contextmanager

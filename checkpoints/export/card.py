@@ -114,13 +114,13 @@ def _hub_id(target: ModelRef) -> str | None:
     return target.spec if _HUB_ID.fullmatch(target.spec) and not local else None
 
 
-def _name(target: ModelRef) -> str:
+def target_name(target: ModelRef) -> str:
     """The target's name, without the folders of the machine that it lay on."""
     return _hub_id(target) or target.spec.rstrip("/").rpartition("/")[2]
 
 
 def _head(job: Job, made: Made) -> Iterator[str]:
-    target = _name(job.target)
+    target = target_name(job.target)
     yield f"# A drafter for {target}"
     yield (
         f"A small model that proposes tokens to {target} in speculative decoding. The target "

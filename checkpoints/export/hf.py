@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith import __version__
 from draftsmith.checkpoints.export.base import HF, Candidate, Job, Report
+from draftsmith.checkpoints.export.card import target_name
 from draftsmith.checkpoints.export.parity import (
     TOLERANCE,
     Questions,
@@ -17,6 +18,7 @@ from draftsmith.checkpoints.export.parity import (
     questions_for,
 )
 from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.generation import cache_argument
 from draftsmith.checkpoints.loading import load_model, load_tokenizer
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.recipes.schema import ExportSettings
@@ -38,7 +40,12 @@ def export(job: Job, folder: Path, settings: ExportSettings) -> Report:
     """Write the folder, then load it as a user would and compare."""
     path = folder / HF
     path.mkdir(parents=True, exist_ok=True)
-    save_model(job.model, job.target, path, job.token_map)
+    about = {
+        "draftsmith": __version__,
+        "drafter_for": target_name(job.target),
+        "shape": str(job.shape),
+    }
+    save_model(job.model, job.target, path, job.token_map, about)
     written = resolve(str(path))
     model = load_model(written, device="cpu", target_ids=False)
     questions = questions_for(model.config, job.family)
@@ -55,14 +62,12 @@ def _greedy(model: Any, questions: Questions) -> list[int]:
     """The greedy text with a cache, as it is drafted; generation settings have no say."""
     inputs = dict(questions.inputs)
     decoder = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    # `cache` from 5.24 on, `past_key_values` before.
-    named = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     inputs[decoder], found = torch.tensor([questions.prompt]), []
     for _ in range(questions.new_tokens):
         output = model(**inputs, use_cache=True)
         token = output.logits[:, -1:].argmax(-1)
         found.append(int(token))
-        inputs = {decoder: token, named: output.past_key_values}
+        inputs = {decoder: token, cache_argument(model): output.past_key_values}
         if decoder != "input_ids":
             inputs["encoder_outputs"] = (output.encoder_last_hidden_state,)
     return found

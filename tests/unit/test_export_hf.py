@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from draftsmith.checkpoints.export import hf
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.loading import load_model
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipes.schema import ExportSettings
 from tests.conftest import job_of, make_model
@@ -34,3 +36,20 @@ def test_a_text_that_is_not_greedy_fails(
     monkeypatch.setattr(hf, "_greedy", lambda *asked: [i ^ 1 for i in greedy(*asked)])
     with pytest.raises(DraftsmithError, match="its greedy text has at token"):
         hf.export(job_of(tiny, save(tiny)), tmp_path, ExportSettings())
+
+
+def test_the_weights_say_what_they_are(tiny: Any, save: Save, tmp_path: Path) -> None:
+    """In the metadata of their file, without a path of the machine; checksums are of that file."""
+    from safetensors import safe_open
+
+    target = save(tiny, name="target")
+    hf.export(job_of(tiny, target), tmp_path, ExportSettings())
+    with safe_open(tmp_path / "hf" / "model.safetensors", framework="pt") as file:
+        found = file.metadata()
+        for name, tensor in tiny.state_dict().items():
+            assert file.get_tensor(name).equal(tensor), name
+    assert found["format"] == "pt"
+    assert found["drafter_for"] == "target"
+    assert "4 layers" in found["shape"]
+    assert str(tmp_path) not in str(found)
+    load_model(resolve(str(tmp_path / "hf")))
