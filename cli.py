@@ -429,7 +429,10 @@ def export(
         name: value for name, value in locals().items() if name in {f.name for f in fields(_EXPORT)}
     }
     with _session(quiet, debug):
-        settings = settings_of(ExportSettings, options | {"to": tuple(to.split(","))})
+        formats = tuple(to.split(","))
+        if unknown := [name for name in formats if name not in get_args(Format)]:
+            raise RequestError(f"--to {to}: {unknown[0]!r} is not among {_FORMATS}")
+        settings = settings_of(ExportSettings, options | {"to": formats})
         if out.exists():
             raise RequestError(f"--out {out}: is there already; name a new folder")
         from draftsmith.accept.form import read_score

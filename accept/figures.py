@@ -54,6 +54,7 @@ class Row:
     steps_per_round: float | None = None
     emitted_per_round_interval: list[float] | None = None
     acceptance_rate_interval: list[float] | None = None
+    speedup_interval: list[float] | None = None
     tokens_per_second: float | None = None
     tokens_per_second_alone: float | None = None
 

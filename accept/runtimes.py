@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from draftsmith.accept.form import Score
 from draftsmith.accept.pairing import Request
 from draftsmith.accept.replay import RoundCounts, common_prefix
 from draftsmith.accept.replaying import Replayable, replay_all
+from draftsmith.accept.statistics import ratio_interval
 from draftsmith.accept.trial import Proposing
 from draftsmith.accept.verdict import runtime_verdict
 from draftsmith.accept.warping import Warping
@@ -29,7 +30,8 @@ from draftsmith.checkpoints.export.processes import ask, interpreter_of
 from draftsmith.checkpoints.formats import ModelRef
 from draftsmith.checkpoints.generation import stop_ids
 from draftsmith.checkpoints.gguf_files import open_gguf
-from draftsmith.checkpoints.loading import load_model
+from draftsmith.checkpoints.loading import describe, load_config, load_model
+from draftsmith.checkpoints.token_map import FILE as TOKEN_MAP
 from draftsmith.data.chat import Prompt
 from draftsmith.data.files import fingerprint, new_folder, write_text
 from draftsmith.data.progress import say
@@ -91,9 +93,10 @@ def score_in_runtime(
         raise RequestError(
             f"{drafter}: {settings.runtime} needs a drafter that is a model; leave --runtime out"
         )
-    interpreter_of(settings.runtime)
+    check_runtime(settings.runtime, target)
     request = Request.of(target, drafter)
     prompts = request.prompts(settings)[: settings.decode_prompts]
+    settings = _within_context(settings, prompts, request.check.target_context)
     with _exported(settings.runtime, (target, drafter), target, exports) as (whole, small):
         found = ask(
             settings.runtime,
@@ -110,6 +113,35 @@ def score_in_runtime(
     return _score(request, found["runtime"], prompts, texts, settings)
 
 
+def check_runtime(runtime: str, target: ModelRef) -> None:
+    """Refuse a runtime that is not installed, or can't draft for this kind of target.
+
+    Raises:
+        RequestError: naming the cure.
+    """
+    family, _ = describe(load_config(target), target)
+    if family.has_encoder:
+        raise RequestError(
+            f"{target.spec}: {family.name} is an encoder–decoder, and {runtime} is asked to draft "
+            "for decoders alone; leave the runtime out"
+        )
+    interpreter_of(runtime)
+
+
+def _within_context(
+    settings: ScoreSettings, prompts: Sequence[Prompt], context: int | None
+) -> ScoreSettings:
+    """Fewer tokens where a text would reach past the target's context: runtimes differ there."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    if context is None or longest + settings.max_new_tokens <= context:
+        return settings
+    say(
+        f"note: at most {context - longest} tokens are written, for the longest prompt has "
+        f"{longest} of the target's {context} positions"
+    )
+    return replace(settings, max_new_tokens=context - longest)
+
+
 @contextmanager
 def _exported(
     runtime: str, models: Sequence[ModelRef], target: ModelRef, keep: Path | None
@@ -124,6 +156,12 @@ def _as_loaded(ref: ModelRef, target: ModelRef, form: Format, folder: Path) -> P
     """A model in a runtime's form: itself, an export of an earlier time, or one made now."""
     if form == "gguf" and ref.gguf:
         return ref.path
+    if (ref.folder / TOKEN_MAP).is_file() and form == "hf":
+        raise RequestError(
+            f"{ref.spec}: has a cut vocabulary, which the runtime does not know; `draftsmith "
+            f"export {ref.spec} --target {target.spec} --to vllm --out DIR` writes the whole one "
+            "to DIR/hf: score that"
+        )
     if form == "hf" and not (ref.gguf or ref.pickle):
         return ref.folder
     made = folder / f"{form}-{fingerprint(ref.path)[:12]}"
@@ -229,10 +267,17 @@ def _row(
         break_even_acceptance=None,
         speedup_predicted=None,
         speedup_measured=_ratio(rate, rate_alone),
+        speedup_interval=_interval(alone, drafted),
         tokens_per_second=rate,
         tokens_per_second_alone=rate_alone,
         **_comparison(prompts, alone, drafted, gaps),
     )
+
+
+def _interval(alone: Sequence[Answer], drafted: Sequence[Answer]) -> list[float] | None:
+    """Between what the speedup would be on other prompts like these (95 %)."""
+    found = ratio_interval([(a.seconds, d.seconds) for a, d in zip(alone, drafted, strict=True)])
+    return None if found is None else [found.low, found.high]
 
 
 def _comparison(

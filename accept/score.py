@@ -103,8 +103,8 @@ def _check_traces(request: Request, settings: ScoreSettings, store: TraceStore) 
     """
     if describe(request.configs.config, request.target)[0].has_encoder:
         raise RequestError(
-            f"{store.folder}: traces hold no sources, and {request.target.spec} has an encoder; "
-            "leave the traces out"
+            f"{store.folder}: {request.target.spec} is an encoder–decoder, whose traces can't be "
+            "replayed yet; leave the traces out"
         )
     if settings.mode == "decode":
         raise RequestError(f"{store.folder}: mode decode replays nothing; leave the traces out")

@@ -64,21 +64,30 @@ def runtime_verdict(rows: Sequence["Row"], runtime: str, prompts: int) -> dict[s
         prompts: that it answered.
     """
     best = max(rows, key=lambda row: row.speedup_measured or 0.0)
-    speedup = best.speedup_measured or 0.0
-    pays = speedup > 1.0
-    text = (
-        f"Draft with k = {best.lookahead} in {runtime} on this machine"
-        if pays
-        else f"Do not draft in {runtime} on this machine: at best"
-    )
-    times = f"{speedup:.2f} times its tokens per second without a drafter"
+    speedup, k = best.speedup_measured or 0.0, best.lookahead
+    low, high = best.speedup_interval or (0.0, 0.0)
+    # A few prompts may be luck.
+    pays = low > 1.0 and best.proposed != 0
+    where = f"in {runtime} on this machine"
+    measured = f"{speedup:.2f} times its tokens per second without a drafter, on {prompts} prompts"
+    spread = f" ({low:.2f} to {high:.2f} on others like these)" if high else ""
+    if pays:
+        reason, text = None, f"Draft with k = {k} {where}: {measured}{spread}."
+    elif max(high, speedup) > 1.0:
+        reason = "too few prompts to tell"
+        text = (
+            f"Drafting {where} may pay or not: {measured}{spread}, with k = {k}. Score with more "
+            "prompts."
+        )
+    else:
+        reason = "slower than the runtime alone"
+        text = f"Do not draft {where}: at best {measured}{spread}, with k = {k}."
     return {
         "drafting_pays": pays,
-        "lookahead": best.lookahead if pays else None,
+        "lookahead": k if pays else None,
         "speedup_predicted": None,
-        "reason": None if pays else "slower than the runtime alone",
-        "text": f"{text}{':' if pays else ''} {times}"
-        f"{'' if pays else f', with k = {best.lookahead}'} ({prompts} prompts, measured).",
+        "reason": reason,
+        "text": text,
     }
 
 

@@ -76,6 +76,9 @@ def save_model(
             model.save_pretrained(folder)
         if about:
             _describe_weights(folder, about)
+        for path in folder.glob("model*.safetensors"):
+            # safetensors lets nobody else read its files; a server may be another user.
+            path.chmod((folder / "config.json").stat().st_mode)
         _write_config_for_all_ages(folder / "config.json", family.is_tied(model.config))
         save_tokenizer(tokenizer_from, folder)
         (folder / TOKEN_MAP).unlink(missing_ok=True)

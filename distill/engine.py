@@ -367,8 +367,9 @@ def learns(name: str, family: Family, settings: DistillSettings) -> bool:
     """Whether a parameter is among those that a recipe trains, where it has no adapters."""
     template = template_of(name)[0]
     if settings.train == "decoder":
-        stack = family.stack_of(template)
-        return stack is not None and stack.layers == "layers"
+        decoder = next(stack for stack in family.stacks if stack.layers == "layers")
+        own = (decoder.block, *decoder.norms)
+        return any(template.startswith(f"{module}.") for module in own)
     return settings.train == "all" or "vocab" not in family.tensors[template]
 
 

@@ -362,6 +362,9 @@ class Prompts:
     def _sources(self, texts: Iterable[Any], start: Sequence[int]) -> Iterator[Prompt]:
         """Whole texts, for an encoder."""
         for row in texts:
+            # A tokenizer makes its closing token of nothing, too.
+            if not row["text"].strip():
+                continue
             ids = self.tokenizer(row["text"])["input_ids"]
             yield Prompt("", tuple(start), row["domain"], tuple(ids))
 
@@ -513,7 +516,7 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
         raise DraftsmithError(
             f"{target.spec}: no trace could be written; the target's answers were empty"
             if job.data.source == "self"
-            else f"{', '.join(job.data.path)}: no usable text ({_skipped(job.data)})"
+            else f"{', '.join(job.data.path)}: no usable text ({_skipped(job)})"
         )
     if total < job.trace.tokens:
         say(f"traces: the prompts ran out at {total} of {job.trace.tokens} tokens")
@@ -539,8 +542,11 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
     say(f"traces: {store.answer_tokens:,} answer tokens, {store.bytes_per_token:.0f} bytes each")
 
 
-def _skipped(data: DataSettings) -> str:
+def _skipped(job: Job) -> str:
     """Why rows of a corpus are not used."""
+    data, reads = job.data, Reads.of(job.target)
+    if reads is not None and reads.most is not None:
+        return f"the encoder of {job.target.spec} holds sources of {reads.most} tokens at most"
     if data.source != "corpus":
         return "no prompt"
     counts = count_rows(corpus_files(data.path), data.text_key)

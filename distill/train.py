@@ -138,7 +138,7 @@ def distill(
         student.propose, settings.lookahead, stop_ids(model), settings.position_decay
     )
     lessons = Lessons(stream, rounds, settings, seed, model.device, teacher)
-    costs = Costs.of(model, settings, target_layers)
+    costs = Costs.of(model, family, settings, target_layers)
     logs = Logs(state.parent / LOGS, engine.steps_done + 1, on=engine.ranks.is_main)
     model.train()
     with Progress("distil", settings.steps, "steps", done=engine.steps_done) as progress:
@@ -229,9 +229,12 @@ class Costs:
     verify: float = 1.0
 
     @classmethod
-    def of(cls, model: Any, settings: DistillSettings, target_layers: int | None) -> "Costs":
-        """The recipe's; a drafter's latency grows with its depth (Yan et al. 2025)."""
-        by_depth = model.config.num_hidden_layers / target_layers if target_layers else 0.0
+    def of(
+        cls, model: Any, family: Family, settings: DistillSettings, target_layers: int | None
+    ) -> "Costs":
+        """The recipe's; a drafter's latency grows with its decoder's depth (Yan et al. 2025)."""
+        layers = getattr(model.config, family.config.layers)
+        by_depth = layers / target_layers if target_layers else 0.0
         return cls(settings.draft_cost or by_depth, settings.verify_cost)
 
     def speedup(self, counts: RoundCounts) -> float:

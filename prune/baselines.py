@@ -22,6 +22,8 @@ from draftsmith.errors import RequestError
 from draftsmith.prune.masks import LearnableMasks, mask_shape
 
 Scores = dict[Axis, Tensor]
+# What `watched` scores.
+WATCHED: tuple[Axis, ...] = ("layers", "kv_heads", "heads_per_group", "ffn", "hidden")
 # Batches of traces over which activations are averaged.
 CALIBRATION_BATCHES = 16
 # Tells these draws from others of the same seed.
@@ -100,9 +102,15 @@ def check_method(method: str, source: Shape, drafter: Shape) -> None:
     """Refuse a method that can't cut to a shape.
 
     Raises:
-        RequestError: `block-influence` is asked to cut widths.
+        RequestError: `block-influence` is asked to cut widths, `importance` an encoder's.
     """
-    widths = [axis for axis in changed_axes(source, drafter) if "layers" not in axis]
+    changed = changed_axes(source, drafter)
+    if method == "importance" and (other := [axis for axis in changed if axis not in WATCHED]):
+        raise RequestError(
+            f"recipe.prune.method: importance: it looks at {', '.join(WATCHED)}, but the shape "
+            f"cuts {', '.join(other)} as well; use masks"
+        )
+    widths = [axis for axis in changed if "layers" not in axis]
     if method == "block-influence" and widths:
         raise RequestError(
             f"recipe.prune.method: block-influence: it ranks layers, but the shape cuts "
@@ -133,8 +141,7 @@ def watched(model: Any, family: Family, shape: Shape) -> Iterator[Scores]:
     """
     stack = family.stacks[0]
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    axes: tuple[Axis, ...] = ("layers", "kv_heads", "heads_per_group", "ffn", "hidden")
-    scores: Scores = {axis: torch.zeros(mask_shape(axis, shape)) for axis in axes}
+    scores: Scores = {axis: torch.zeros(mask_shape(axis, shape)) for axis in WATCHED}
 
     def influence(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:

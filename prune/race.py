@@ -49,7 +49,7 @@ class Track:
 
     Attributes:
         train: trace rows.
-        validation: held-out trace rows, the greedy ones of which count.
+        validation: held-out greedy trace rows.
         settings: of the short distillation.
         seed: order of the rows.
         dtype: of the matrix products.
@@ -77,10 +77,16 @@ class Track:
         """
         if not settings.race:
             return None
-        if not any(not row.sampled for row in validation):
+        judged = [
+            row
+            for row in validation
+            if not row.sampled and row.prompt_length < min(len(row.tokens), settings.max_length)
+        ]
+        if not judged:
             raise DraftsmithError(
-                f"recipe.prune.race: {settings.race}: the traces hold out no greedy text to judge "
-                "by; raise trace.validation_share, or set prune.race: 0"
+                f"recipe.prune.race: {settings.race}: the traces hold out no greedy text with an "
+                f"answer within max_length {settings.max_length} to judge by; raise "
+                "trace.validation_share, or set prune.race: 0"
             )
         short = DistillSettings(
             steps=settings.race,
@@ -90,14 +96,14 @@ class Track:
             accumulate=settings.accumulate,
             max_length=settings.max_length,
             vocab_limit=settings.vocab_limit,
-            # Which layers learn best is asked, and the embeddings are the same for all.
-            train="layers",
+            # Which layers learn best is asked; embeddings and an encoder are the same for all.
+            train="layers" if judged[0].source is None else "decoder",
             weight_decay=0.0,
             evaluate_every=settings.race,
             save_every=settings.race,
             zero=settings.zero,
         )
-        return cls(train, validation, short, seed, dtype)
+        return cls(train, judged, short, seed, dtype)
 
     def run(self, drafter: Any, family: Family) -> dict[str, float]:
         """What `evaluate` finds after the short distillation, in which the drafter is changed."""

@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,6 +158,7 @@ def check(run: Run) -> Shape:
             tokenizers differ, prompts can't be had, or an export is impossible.
     """
     from draftsmith.accept.pairing import prompts_for
+    from draftsmith.accept.runtimes import FORMATS, check_runtime
     from draftsmith.accept.samples import check_samples
     from draftsmith.accept.verify import Verification
     from draftsmith.checkpoints.export import preflight
@@ -168,6 +169,11 @@ def check(run: Run) -> Shape:
     family, source = describe(config, run.source)
     if family.has_encoder:
         _check_encoder_decoder(run, family)
+    elif run.recipe.distill.train == "decoder":
+        raise RequestError(
+            f"recipe.distill.train: decoder: {run.source.spec} has no encoder to leave as it is; "
+            "set layers or all"
+        )
     prune = run.recipe.prune
     _, shape = goal_of(run, family, source)
     check_method(prune.method, source, shape)
@@ -191,6 +197,9 @@ def check(run: Run) -> Shape:
     candidate = Candidate(config, family, shape, run.target)
     for note in preflight(candidate, run.recipe.export):
         say(f"note: {note}")
+    if score.runtime != "torch":
+        check_runtime(score.runtime, run.target)
+        preflight(candidate, replace(run.recipe.export, to=(FORMATS[score.runtime],)))
     return shape
 
 
@@ -210,6 +219,7 @@ def _check_encoder_decoder(run: Run, family: Family) -> None:
         "distill.on_policy": recipe.distill.on_policy > 0,
         "distill.hidden_matching": recipe.distill.hidden_matching > 0,
         "distill.shard_teacher": recipe.distill.shard_teacher,
+        f"score.runtime: {recipe.score.runtime}": recipe.score.runtime != "torch",
     }
     if found := next((key for key, there in asked.items() if there), None):
         raise RequestError(

@@ -1,7 +1,7 @@
 """Drafters for the runtimes that serve them: one file a runtime, each reloaded and compared."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FILE = "export.json"
 # Launched with the folder that `hf` writes.
 _OF_HF = ("vllm", "sglang", "tensorrt-llm")
+# Share of positions below which a drafter is told to be another one.
+_SAME = 0.9
 
 
 def exporter(runtime: str) -> "Exporter":
@@ -98,6 +100,17 @@ def _needs_all_tokens(runtime: str, candidate: "Candidate", settings: ExportSett
     return candidate.token_map is not None and not keeps_map
 
 
+def _doubts(report: "Report") -> Iterator[str]:
+    """What a coarse number format did to the drafter, though it is no more than it explains."""
+    agreement = None if report.parity is None else report.parity.top1_agreement
+    if agreement is not None and agreement < _SAME:
+        yield (
+            f"packed so coarsely, its likeliest token is the same at {agreement:.0%} of 64 "
+            "positions of random text: fewer drafts will be accepted; score it in the runtime "
+            "before you serve it"
+        )
+
+
 def _checked_job(drafter: ModelRef, target: ModelRef, settings: ExportSettings) -> "Job":
     """The drafter in memory, once the pair and all runtimes are known to take it."""
     import torch
@@ -135,9 +148,12 @@ def _write_all(
         if _needs_all_tokens(runtime, job, settings):
             whole = whole or expanded_job(job)
             found = write(whole, folder, settings)
-            reports[runtime] = replace(found, notes=(cost_of(job), *found.notes))
+            found = replace(found, notes=(cost_of(job), *found.notes))
         else:
-            reports[runtime] = write(job, folder, settings)
+            found = write(job, folder, settings)
+        for note in (doubts := tuple(_doubts(found))):
+            say(f"note: export {runtime}: {note}")
+        reports[runtime] = replace(found, notes=(*found.notes, *doubts))
     made = Made(recipe, score)
     write_card(folder, job, reports, made)
     if "hf" in reports:

@@ -193,8 +193,8 @@ def _notes(candidate: Candidate, settings: ExportSettings) -> Iterator[str]:
         )
     if odd := [str(width) for width in _widths(candidate.shape) if width % _SUPER_BLOCK]:
         yield (
-            f"rows of {' and '.join(odd)} are no multiple of {_SUPER_BLOCK}: asked for K-quants, "
-            "llama.cpp's quantizer packs them in other types"
+            f"rows of {' and '.join(odd)} are no multiple of {_SUPER_BLOCK}: if you pack the file "
+            "to K-quants later, llama.cpp's quantizer takes other types for them"
         )
     form = _form(candidate)
     if form is not candidate.family.gguf:

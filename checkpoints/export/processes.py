@@ -28,8 +28,8 @@ _RUNTIMES = {
     "openvino": ("openvino_genai", "make openvino"),
     "vllm": ("vllm", "make vllm"),
 }
-# Lines of a failed worker's output that are shown.
-_TAIL = 8
+# Lines of a failed worker's output that --debug shows.
+_TAIL = 40
 
 
 def interpreter_of(runtime: str) -> Path:
@@ -45,14 +45,18 @@ def interpreter_of(runtime: str) -> Path:
     name = _name(runtime)
     variable = f"DRAFTSMITH_{name.upper()}_PYTHON"
     named = os.environ.get(variable)
-    found = [Path(named)] if named else [Path(sys.executable), _nested(name)]
+    found = [Path(named).absolute()] if named else [Path(sys.executable), _nested(name)]
     for python in found:
         if python.is_file() and _has(python, module):
             return python
-    where = f"{variable}={named}" if named else "this Python"
+    if named:
+        raise RequestError(
+            f"{runtime}: {variable}={named} is no Python that has the module {module}; give the "
+            f"path of one, or leave it out and {install}"
+        )
     raise RequestError(
-        f"{runtime}: {where} has no module {module}; {install}, or name a Python that has it by "
-        f"{variable}"
+        f"{runtime}: this Python has no module {module}; {install}, or name a Python that has it "
+        f"by {variable}"
     )
 
 
@@ -100,10 +104,10 @@ def ask(runtime: str, task: str, **request: Any) -> dict[str, Any]:
             process.wait()
             raise
         if process.returncode or not answer.is_file():
+            lines = printed.strip().splitlines() or ["it printed nothing"]
             raise DraftsmithError(
-                f"{runtime}: its worker ended with {process.returncode} at {task!r}: "
-                f"{_last_lines(printed)}"
-            )
+                f"{runtime}: its worker ended with {process.returncode} at {task!r}: {lines[-1]}"
+            ) from RuntimeError("\n".join(lines[-_TAIL:]))
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         if (logits := Path(folder) / "logits.npy").is_file():
             found["logits"] = np.load(logits)
@@ -118,7 +122,10 @@ def read_back(runtime: str, path: Path, questions: Questions) -> Answers:
         DraftsmithError: it can't load the export.
     """
     inputs = {name: value.tolist() for name, value in questions.inputs.items()}
-    found = ask(runtime, "read", path=str(path), **(asdict(questions) | {"inputs": inputs}))
+    # Workers link and move files; a relative path would mean another one there.
+    found = ask(
+        runtime, "read", path=str(path.absolute()), **(asdict(questions) | {"inputs": inputs})
+    )
     logits = found.get("logits")
     return Answers(
         found["reader"],
@@ -126,10 +133,6 @@ def read_back(runtime: str, path: Path, questions: Questions) -> Answers:
         found.get("greedy"),
         found.get("strings"),
     )
-
-
-def _last_lines(printed: str) -> str:
-    return "\n".join(printed.strip().splitlines()[-_TAIL:]) or "it printed nothing"
 
 
 def _name(runtime: str) -> str:
@@ -145,4 +148,8 @@ def _nested(name: str) -> Path:
 def _has(python: Path, module: str) -> bool:
     """Whether a Python knows a module; asked without importing it."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", code], check=False).returncode == 0
+    try:
+        # Where no folder has the name of a module: Python looks there too.
+        return subprocess.run([python, "-c", code], check=False, cwd=_WORKERS).returncode == 0
+    except OSError:
+        return False

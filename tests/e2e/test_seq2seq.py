@@ -12,7 +12,7 @@ import torch
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.generation import decoder_start
-from draftsmith.checkpoints.loading import load_model
+from draftsmith.checkpoints.loading import load_config, load_model
 from draftsmith.checkpoints.shape import shape_of
 from draftsmith.data.traces import RowKey, TraceRow, TraceStore, pack_rows, unpack_rows
 from draftsmith.distill.batches import collate
@@ -168,6 +168,7 @@ def test_sources_are_kept_and_tell_texts_apart() -> None:
         ("data={source: self}", r"data\.source: self: .* is an encoder–decoder"),
         ("distill.on_policy=0.5", r"distill\.on_policy: .* no such thing yet"),
         ("prune.apart=true", "apart"),
+        ("score.runtime=transformers", r"score\.runtime: transformers: .* no such thing yet"),
         ("export.to=[gguf]", "has no GGUF architecture"),
     ],
 )
@@ -198,3 +199,56 @@ def test_sources_that_the_encoder_cannot_hold_are_counted(
     (tmp_path / "traces").mkdir()
     write_traces(run.recipe, run.target, tmp_path / "traces")
     assert "1 sources are longer than the encoder can hold" in capsys.readouterr().err
+
+
+def test_the_decoder_learns_with_its_last_norm_and_nothing_else() -> None:
+    """Encoder and embeddings stay; what stands around the decoder's blocks is the decoder's."""
+    from draftsmith.distill.train import trainable_parameters
+    from draftsmith.recipes.schema import DistillSettings
+
+    for name in READS_TEXT:
+        model, family = make_model(name), families()[name]
+        learning = set(trainable_parameters(model, family, DistillSettings(train="decoder"), 0))
+        sides = {
+            key: "decoder" in key and "embed_" not in key for key in dict(model.named_parameters())
+        }
+        assert learning == {key for key, of_decoder in sides.items() if of_decoder}, name
+
+
+def test_a_decoders_setting_is_refused_where_there_is_no_encoder(
+    tiny_recipe: Path, tmp_path: Path
+) -> None:
+    run = Run(load(str(tiny_recipe), ["distill.train=decoder"]), tmp_path / "out")
+    with pytest.raises(RequestError, match=r"distill\.train: decoder: .* has no encoder"):
+        check(run)
+
+
+def test_importance_is_refused_where_it_does_not_look(recipe: Path, tmp_path: Path) -> None:
+    overrides = ["prune.method=importance", "prune.shape={layers: 2, ffn: 32}"]
+    run = Run(load(str(recipe), overrides), tmp_path / "out")
+    if ("ffn", "encoder_ffn") in families()[load_config(run.source).model_type].ties:
+        with pytest.raises(RequestError, match=r"importance: it looks at .* cuts encoder_ffn"):
+            check(run)
+    else:
+        check(run)
+
+
+def test_blank_texts_are_no_sources(recipe: Path, tmp_path: Path) -> None:
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('{"source": "   "}\n{"source": ""}\n{"source": "she has nine"}\n')
+    overrides = [f"data.path=[{blank}]", "trace.validation_share=0"]
+    run = Run(load(str(recipe), overrides), tmp_path / "out")
+    run_stages(run, ("trace",))
+    (row,) = TraceStore(run.folder("traces")).rows("train")
+    assert row.source is not None
+    assert len(row.source) > 3
+
+
+def test_the_encoder_stays_out_of_a_race() -> None:
+    from draftsmith.prune.race import Track
+    from draftsmith.recipes.schema import PruneSettings
+
+    settings = PruneSettings(race=2, max_length=24)
+    track = Track.of([], [row_of(4, 6, 1)], settings, 0, torch.float32)
+    assert track is not None
+    assert track.settings.train == "decoder"

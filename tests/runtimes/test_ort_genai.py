@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from draftsmith.checkpoints.export.ort_genai import export, join
-from draftsmith.checkpoints.export.processes import ask
+from draftsmith.checkpoints.export.parity import questions_for
+from draftsmith.checkpoints.export.processes import ask, read_back
+from draftsmith.checkpoints.families import families
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipes.schema import ExportSettings
 from tests.conftest import job_of, make_model, make_tokenizer
@@ -96,6 +98,19 @@ def test_A11_a_text_longer_than_the_drafters_context_is_refused(
     assert config["speculative"] == {"max_draft_tokens": 3}
     assert (tmp_path / "pair" / config["model"]["draft"]["filename"]).is_file()
     assert (tmp_path / "pair" / "tokenizer.json").is_file()
+
+
+def test_relative_paths_are_those_of_who_names_them(
+    pair: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker links models from folders of its own."""
+    whole = speculate(pair, [[5, 6, 7]], lookaheads=[2])
+    monkeypatch.chdir(pair["target"])
+    relative = {"target": Path("."), "drafter": pair["drafter"]}
+    again = speculate(relative, [[5, 6, 7]], lookaheads=[2])
+    assert again["2"][0]["tokens"] == whole["2"][0]["tokens"]
+    questions = questions_for(make_target().config, families()["llama"])
+    assert read_back("ort-genai", Path("."), questions).greedy
 
 
 def test_a_folder_that_is_no_export_is_told(pair: dict[str, Path], tmp_path: Path) -> None:

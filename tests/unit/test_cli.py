@@ -182,7 +182,7 @@ def test_an_output_that_exists_is_kept(cli: Any, arguments: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--to", "hf,onxn", '"onxn": input should be'),
+        ("--to", "hf,onxn", "'onxn' is not among hf, gguf"),
         ("--gguf-type", "Q2_K", '"Q2_K": input should'),
     ],
 )

@@ -155,3 +155,15 @@ def test_figures_of_what_was_read_back(job: Any) -> None:
     text = text_of(job, reports={"gguf": Report(("x.gguf",), "run", parity)})
     assert "| gguf | engine 1 | 1.5e-06 | 4.25 | 1 | 23 of 24 | 13 |" in text
     assert "| --- | --- | --- | --- | --- | --- | --- |" in text
+
+
+@pytest.mark.parametrize(("agreement", "told"), [(None, False), (0.95, False), (0.61, True)])
+def test_a_drafter_that_packing_made_another_is_told(agreement: float | None, told: bool) -> None:
+    from draftsmith.checkpoints.export import _doubts
+    from draftsmith.checkpoints.export.base import Report
+    from draftsmith.checkpoints.export.parity import Parity
+
+    found = list(_doubts(Report((), "", Parity("x", 1.5, top1_agreement=agreement))))
+    assert bool(found) == told
+    assert not told or "the same at 61% of 64 positions" in found[0]
+    assert list(_doubts(Report((), ""))) == []

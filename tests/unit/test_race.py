@@ -132,7 +132,8 @@ def test_a_drafter_learns_on_the_track_but_for_its_embeddings() -> None:
 def test_without_held_out_greedy_texts_there_is_no_race() -> None:
     rows = trace_rows(8)
     drawn = [row for row in rows if row.sampled]
-    for validation in ([], drawn):
+    long = [replace(row, prompt_length=min(24, len(row.tokens))) for row in rows if not row.sampled]
+    for validation in ([], drawn, long):
         with pytest.raises(DraftsmithError, match=r"prune\.race: 3: .* raise trace\.validation_"):
             Track.of(rows, validation, settings_of(), 1, torch.float32)
     assert Track.of(rows, [], settings_of(race=0), 1, torch.float32) is None

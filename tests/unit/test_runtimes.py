@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from draftsmith.accept.score import score_drafter
 from draftsmith.accept.table import render
 from draftsmith.checkpoints.export import processes
 from draftsmith.checkpoints.formats import ModelRef, resolve
+from draftsmith.checkpoints.token_map import TokenMap
 from draftsmith.data.traces import TraceStore
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import ScoreSettings
@@ -108,6 +110,7 @@ def test_the_runtimes_own_counters_are_told(
     assert score.lossless is True
     assert score.verdict["lookahead"] == 2
     assert "Draft with k = 2 in transformers on this machine: 2.00 times" in score.verdict["text"]
+    assert first.speedup_interval == [2.0, 2.0]
     assert (score.runtime, score.machine["runtime"]) == ("transformers", "toy 1.0")
     text = text_of(render(score.to_plain()))
     assert "Identical to the runtime's own greedy output" in text
@@ -177,6 +180,17 @@ def test_drafting_that_does_not_pay(
     verdict = score_drafter(*pair, settings).verdict
     assert verdict["drafting_pays"] is False
     assert "Do not draft in transformers on this machine: at best 0.25 times" in verdict["text"]
+
+    def luck(texts: dict[str, Any]) -> None:
+        for way in ("2", "4"):
+            for number, text in enumerate(texts[way].values()):
+                text["seconds"] = 0.5 if number == 0 else 1.1
+
+    changed(script, luck)
+    verdict = score_drafter(*pair, settings).verdict
+    assert verdict["drafting_pays"] is False
+    assert verdict["reason"] == "too few prompts to tell"
+    assert "may pay or not: 1.11 times" in verdict["text"]
 
 
 @pytest.mark.parametrize(
@@ -260,3 +274,48 @@ def test_a_score_is_read_again_or_refused(
         read_score(path)
     with pytest.raises(RequestError, match=r"nowhere\.json: can't be read"):
         read_score(tmp_path / "nowhere.json")
+
+
+def test_texts_end_where_the_targets_context_does(
+    script: Path, pair: tuple[ModelRef, ModelRef], settings: ScoreSettings
+) -> None:
+    """Runtimes differ past it; replay would count what no round wrote."""
+    short = replace(settings, max_new_tokens=1000)
+    score_drafter(*pair, short)
+    given = json.loads(script.with_name("given.json").read_text())
+    assert given["max_new_tokens"] == 256 - max(map(len, _prompts(pair, settings)))
+
+
+def _prompts(pair: tuple[ModelRef, ModelRef], settings: ScoreSettings) -> list[list[int]]:
+    return [list(p.ids) for p in runtimes.Request.of(*pair).prompts(settings)]
+
+
+def test_other_runtimes_draft_for_decoders_alone(
+    save: Callable[..., Path], settings: ScoreSettings
+) -> None:
+    bart = resolve(str(save(make_model("bart"), name="bart")))
+    with pytest.raises(
+        RequestError, match=r"bart is an encoder–decoder, and transformers is asked"
+    ):
+        score_drafter(bart, bart, settings)
+
+
+def test_a_cut_vocabulary_is_no_runtimes_business(
+    script: Path, pair: tuple[ModelRef, ModelRef], settings: ScoreSettings
+) -> None:
+    whole = TokenMap(96, tuple(range(96)), 0)
+    whole.save(pair[1].folder)
+    with pytest.raises(RequestError, match=r"has a cut vocabulary, .* score that"):
+        score_drafter(*pair, settings)
+
+
+def test_a_recipe_asks_for_its_runtime_before_any_work(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftsmith.recipes.loading import load
+    from draftsmith.recipes.run import Run, check
+
+    monkeypatch.setenv("DRAFTSMITH_VLLM_PYTHON", str(tmp_path / "nowhere"))
+    run = Run(load(str(tiny_recipe), ["score.runtime=vllm"]), tmp_path / "out")
+    with pytest.raises(RequestError, match=r"vllm: DRAFTSMITH_VLLM_PYTHON=.* is no Python"):
+        check(run)

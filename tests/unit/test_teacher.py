@@ -219,9 +219,13 @@ def test_predicted_speedup_by_hand() -> None:
     assert (counts.rounds, counts.emitted, counts.full) == (2, 6, 1)
     # 2 rounds of 3 passes and a verification each, and a pass after full acceptance.
     assert Costs(0.1, 1.5).speedup(counts) == pytest.approx(6 / (7 * 0.1 + 2 * 1.5))
-    model = make_model(num_hidden_layers=2)
-    assert Costs.of(model, LIVE, target_layers=8) == Costs(0.25, 1.0)
-    assert Costs.of(model, replace(LIVE, draft_cost=0.4, verify_cost=2.0), 8) == Costs(0.4, 2.0)
+    model, family = make_model(num_hidden_layers=2), families()["llama"]
+    assert Costs.of(model, family, LIVE, target_layers=8) == Costs(0.25, 1.0)
+    named = replace(LIVE, draft_cost=0.4, verify_cost=2.0)
+    assert Costs.of(model, family, named, 8) == Costs(0.4, 2.0)
+    # An encoder's layers are none of the drafter's passes.
+    deep, bart = make_model("bart", encoder_layers=6, decoder_layers=2), families()["bart"]
+    assert Costs.of(deep, bart, LIVE, target_layers=4) == Costs(0.5, 1.0)
 
 
 def test_figures_are_logged_for_tensorboard(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Runtimes in processes of their own: what they are asked, and how they fail."""
 
 import ast
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,8 +58,11 @@ def test_speculation_takes_turns_after_a_warm_up(scripted: Path) -> None:
 
 def test_a_worker_that_fails_tells_its_last_lines(scripted: Path) -> None:
     scripted.write_text("def fall(): raise SystemError('the disk is on fire')\n")
-    with pytest.raises(DraftsmithError, match=r"toy: .*'fall'(.|\n)*the disk is on fire"):
+    with pytest.raises(
+        DraftsmithError, match=r"toy: .*'fall': SystemError: the disk is on fire$"
+    ) as e:
         processes.ask("toy", "fall")
+    assert "Traceback" in str(e.value.__cause__), "--debug shows the rest"
 
 
 def test_a_runtime_that_is_missing_is_told_with_the_cure(
@@ -68,8 +73,50 @@ def test_a_runtime_that_is_missing_is_told_with_the_cure(
     with pytest.raises(RequestError, match="no module no_such_module; pip install toy, or name"):
         processes.ask("toy", "read")
     monkeypatch.setenv("DRAFTSMITH_TOY_PYTHON", str(tmp_path / "python"))
-    with pytest.raises(RequestError, match=r"DRAFTSMITH_TOY_PYTHON=.* has no module"):
+    with pytest.raises(RequestError, match=r"DRAFTSMITH_TOY_PYTHON=.* is no Python that has"):
         processes.interpreter_of("toy")
+    (tmp_path / "python").write_text("not a program")
+    for mode in (0o600, 0o700):
+        (tmp_path / "python").chmod(mode)
+        with pytest.raises(RequestError, match=r"DRAFTSMITH_TOY_PYTHON=.* is no Python that has"):
+            processes.interpreter_of("toy")
+
+
+def test_a_folder_of_a_modules_name_is_no_module(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As exports leave them where people work."""
+    (tmp_path / "no_such_module").mkdir()
+    monkeypatch.chdir(tmp_path)
+    processes._has.cache_clear()
+    assert not processes._has(Path(sys.executable), "no_such_module")
+
+
+def test_a_worker_ends_with_its_parent(scripted: Path, tmp_path: Path) -> None:
+    """Also where the parent is killed, which can't say stop."""
+    scripted.write_text(
+        "import os, pathlib, time\n"
+        f"def wait(): pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
+        "time.sleep(60); return {}\n"
+    )
+    code = (
+        "from pathlib import Path\n"
+        "from draftsmith.checkpoints.export import processes\n"
+        f"processes._WORKERS = Path({str(tmp_path)!r})\n"
+        "processes._RUNTIMES['toy'] = ('json', 'pip install toy')\n"
+        "processes.ask('toy', 'wait')\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        assert parent.poll() is None
+        time.sleep(0.1)
+    worker = int((tmp_path / "pid").read_text())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not Path(f"/proc/{worker}").exists()
 
 
 def test_a_runtimes_own_environment_is_found(

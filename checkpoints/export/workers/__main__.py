@@ -2,7 +2,10 @@
 
 import importlib
 import json
+import os
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,8 +40,21 @@ def speculate(
     return {"runtime": worker.VERSION, "texts": texts}
 
 
+def end_with_parent() -> None:
+    """A parent that was killed can't say stop."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     """Read the request, do it, write the answer."""
+    end_with_parent()
     runtime, request, answer = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     asked = json.loads(request.read_text(encoding="utf-8"))
     worker, task = importlib.import_module(f"{runtime}_worker"), asked.pop("task")

@@ -93,12 +93,13 @@ def _split(server: Server, string: str) -> list[int]:
 
 def _log_probabilities(server: Server, ids: Sequence[int]) -> Any:
     """Of the token after each prefix, [T, V]; what precedes it stays in the cache."""
-    vocabulary = server.ask("/v1/models")["data"][0]["meta"]["n_vocab"]
-    told = numpy.full((len(ids), vocabulary), numpy.nan, numpy.float32)
+    about = server.ask("/v1/models")["data"][0]["meta"]
+    told = numpy.full((len(ids), about["n_vocab"]), numpy.nan, numpy.float32)
     # Of a token that is a part of a character nothing is told, so another is drawn. That changes
     # no probability, for those are told before anything is done to draw.
     whole = {"logit_bias": [[_split(server, "a")[-1], 1e6]]}
-    for position in range(len(ids)):
+    # A prompt must leave room for an answer.
+    for position in range(min(len(ids), about["n_ctx_train"] - 1)):
         prefix = ids[: position + 1]
         answer = server.ask(
             "/completion", prompt=prefix, n_predict=1, n_probs=_TOLD, **_GREEDY, **whole

@@ -188,8 +188,8 @@ def _write(config: dict[str, Any], folder: Path, **folders: str) -> None:
     """Write a config; what it names, and the target's tokenizer, are links."""
     folder.mkdir(parents=True)
     for name, path in folders.items():
-        (folder / name).symlink_to(path, target_is_directory=True)
-    for file in Path(folders["target"]).iterdir():
+        (folder / name).symlink_to(Path(path).absolute(), target_is_directory=True)
+    for file in Path(folders["target"]).absolute().iterdir():
         if file.name != _CONFIG and ".onnx" not in file.name:
             (folder / file.name).symlink_to(file)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
