@@ -362,9 +362,6 @@ class Prompts:
     def _sources(self, texts: Iterable[Any], start: Sequence[int]) -> Iterator[Prompt]:
         """Whole texts, for an encoder."""
         for row in texts:
-            # A tokenizer makes its closing token of nothing, too.
-            if not row["text"].strip():
-                continue
             ids = self.tokenizer(row["text"])["input_ids"]
             yield Prompt("", tuple(start), row["domain"], tuple(ids))
 

@@ -39,7 +39,7 @@ def command(*arguments: object, cwd: Path, **changes: Any) -> subprocess.Complet
 
 def contents(folder: Path) -> dict[str, bytes]:
     """All files but those that name times, machines and commands, logs and pictures."""
-    skip = {"provenance.json", "score.json", "export.json", "masks.png"}
+    skip = {"provenance.json", "score.json", "export.json", "masks.png", "README.md"}
     return {
         str(p.relative_to(folder)): p.read_bytes()
         for p in sorted(folder.rglob("*"))

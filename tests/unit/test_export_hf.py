@@ -53,5 +53,10 @@ def test_the_weights_say_what_they_are(tiny: Any, save: Save, tmp_path: Path) ->
     assert "4 layers" in found["shape"]
     assert str(tmp_path) not in str(found)
     load_model(resolve(str(tmp_path / "hf")))
+    again = tmp_path / "again"
+    again.mkdir()
+    hf.export(job_of(tiny, target), again, ExportSettings())
+    name = Path("hf", "model.safetensors")
+    assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
     modes = {path.stat().st_mode for path in (tmp_path / "hf").iterdir() if path.is_file()}
     assert len(modes) == 1, "a server may be another user"
