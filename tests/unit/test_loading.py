@@ -549,6 +549,8 @@ def test_A33_no_module_imports_deepspeed(without_gpu: Any) -> None:
     root = Path(draftsmith.__file__).parent
     parts = ("accept", "checkpoints", "data", "distill", "prune", "recipes")
     files = [root / "cli.py", *(f for part in parts for f in sorted((root / part).rglob("*.py")))]
+    # Programs that run in a Python with their runtime.
+    files = [f for f in files if "workers" not in f.parts]
     modules = [".".join(("draftsmith", *f.relative_to(root).with_suffix("").parts)) for f in files]
     modules = [m.removesuffix(".__init__") for m in modules]
     assert len(modules) > 20

@@ -291,7 +291,7 @@ def test_traces_are_not_for_targets_with_an_encoder(
 ) -> None:
     folder = resolve(str(save(make_model("t5"), make_tokenizer(template=None))))
     store = store_of(tmp_path / "t", [row_of(make_model(), [5, 6, 7], False)])
-    with pytest.raises(RequestError, match="traces hold no sources"):
+    with pytest.raises(RequestError, match="whose traces can't be replayed yet"):
         score_drafter(folder, folder, ScoreSettings(), traces=store)
 
 
