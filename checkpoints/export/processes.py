@@ -3,10 +3,12 @@
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ _RUNTIMES = {
     "openvino": ("openvino_genai", "make openvino"),
     "vllm": ("vllm", "make vllm"),
 }
+# Characters of a failed worker's reason that are shown.
+_LONGEST = 300
 # Lines of a failed worker's output that --debug shows.
 _TAIL = 40
 
@@ -106,7 +110,8 @@ def ask(runtime: str, task: str, **request: Any) -> dict[str, Any]:
         if process.returncode or not answer.is_file():
             lines = printed.strip().splitlines() or ["it printed nothing"]
             raise DraftsmithError(
-                f"{runtime}: its worker ended with {process.returncode} at {task!r}: {lines[-1]}"
+                f"{runtime}: its worker ended with {process.returncode} at {task!r}: "
+                f"{_reason(lines)}"
             ) from RuntimeError("\n".join(lines[-_TAIL:]))
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         if (logits := Path(folder) / "logits.npy").is_file():
@@ -133,6 +138,13 @@ def read_back(runtime: str, path: Path, questions: Questions) -> Answers:
         found.get("greedy"),
         found.get("strings"),
     )
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """What the last exception says, which may take several lines; without one, the last line."""
+    raised = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    told = " ".join(lines[raised[-1] :] if raised else lines[-1:])
+    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]} …"
 
 
 def _name(runtime: str) -> str:

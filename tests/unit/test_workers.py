@@ -63,6 +63,12 @@ def test_a_worker_that_fails_tells_its_last_lines(scripted: Path) -> None:
     ) as e:
         processes.ask("toy", "fall")
     assert "Traceback" in str(e.value.__cause__), "--debug shows the rest"
+    scripted.write_text("def fall(): raise ValueError('no such type\\n\\nupdate the library')\n")
+    with pytest.raises(DraftsmithError, match=r"ValueError: no such type  update the library$"):
+        processes.ask("toy", "fall")
+    scripted.write_text("import os\ndef fall(): os._exit(9)\n")
+    with pytest.raises(DraftsmithError, match=r"ended with 9 at 'fall': it printed nothing"):
+        processes.ask("toy", "fall")
 
 
 def test_a_runtime_that_is_missing_is_told_with_the_cure(
