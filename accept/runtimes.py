@@ -171,8 +171,7 @@ def _as_loaded(ref: ModelRef, target: ModelRef, form: Format, folder: Path) -> P
             export_drafter(ref, target, partial, ExportSettings(to=(form,)))
             # For a person who wonders what it is.
             write_text(partial / "model.txt", f"{ref.spec}\n")
-    found = next(made.glob("drafter-*.gguf")) if form == "gguf" else made / form
-    return found
+    return next(made.glob("drafter-*.gguf")) if form == "gguf" else made / form
 
 
 def _score(
