@@ -1,6 +1,6 @@
 """The figures of a score, from texts that were decoded and rounds that were replayed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,15 +95,36 @@ def _comparison(
     """How many tokens equal the target's own, and where texts part; nothing for drawn texts."""
     if not verification.warping.greedy:
         return {}
+
+    def gap(number: int, position: int) -> float | None:
+        gaps = texts.plain[number].gaps
+        return gaps[position] if position < len(gaps) else None
+
+    plain, ours = ([text.tokens for text in own] for own in (texts.plain, generations))
+    return compare_texts([prompt.name for prompt in prompts], plain, ours, gap)
+
+
+def compare_texts(
+    names: Sequence[str],
+    plain: Sequence[Sequence[int]],
+    drafted: Sequence[Sequence[int]],
+    gap: Callable[[int, int], float | None],
+) -> dict[str, Any]:
+    """How many tokens of texts with drafts equal those without, and where texts part.
+
+    Args:
+        names: of the prompts.
+        plain: the texts without drafts; of more prompts than were drafted for, the first count.
+        drafted: the texts with drafts.
+        gap: (number of the prompt, position) -> highest less second-highest logit there.
+    """
     differences, identical, compared = [], 0, 0
-    for prompt, plain, ours in zip(prompts, texts.plain, generations, strict=False):
-        longer = max(len(plain.tokens), len(ours.tokens))
-        same = common_prefix(plain.tokens, ours.tokens)
-        compared += longer
-        identical += same
+    for number, (name, own, ours) in enumerate(zip(names, plain, drafted, strict=False)):
+        longer, same = max(len(own), len(ours)), common_prefix(own, ours)
+        compared, identical = compared + longer, identical + same
         if same < longer:
-            gap = plain.gaps[same] if same < len(plain.gaps) else None
-            differences.append({"prompt": prompt.name, "position": same, "logit_gap": gap})
+            found = {"prompt": name, "position": same, "logit_gap": gap(number, same)}
+            differences.append(found)
     return {
         "identical_tokens": identical,
         "compared_tokens": compared,

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from draftsmith.accept.figures import Row, by_domain, replay_row, ties
+from draftsmith.accept.figures import Row, by_domain, compare_texts, replay_row, ties
 from draftsmith.accept.form import Score
 from draftsmith.accept.pairing import Request
-from draftsmith.accept.replay import RoundCounts, common_prefix
+from draftsmith.accept.replay import RoundCounts
 from draftsmith.accept.replaying import Replayable, replay_all
 from draftsmith.accept.statistics import ratio_interval
 from draftsmith.accept.trial import Proposing
@@ -218,17 +218,13 @@ def _replay(
     alone: Sequence[Answer],
 ) -> dict[int, list[RoundCounts]]:
     """What draftsmith's rounds would be on the texts that the runtime's target wrote."""
-    context, most = request.check.target_context, settings.max_new_tokens
+    most = settings.max_new_tokens
     texts = [
-        Replayable(
-            prompt.ids,
-            text.tokens,
-            most if context is None else min(most, context - len(prompt.ids)),
-            domain=prompt.domain,
-        )
+        Replayable(prompt.ids, text.tokens, most, domain=prompt.domain)
         for prompt, text in zip(prompts, alone, strict=True)
     ]
     greedy, lookaheads = Warping(), range(1, max(settings.lookahead) + 1)
+    context = request.check.target_context
     return replay_all(proposing.drafter(greedy), texts, greedy, lookaheads, context)
 
 
@@ -240,7 +236,7 @@ def _row(
     gaps: "Gaps",
 ) -> Row:
     """A runtime's figures at one lookahead, which it may have counted or not."""
-    emitted = sum(len(text.tokens) for text in drafted)
+    emitted, plain = sum(len(text.tokens) for text in drafted), [text.tokens for text in alone]
     rounds, proposed, accepted = (
         _sum([getattr(text, name) for text in drafted])
         for name in ("passes", "drafted", "accepted")
@@ -269,7 +265,12 @@ def _row(
         speedup_interval=_interval(alone, drafted),
         tokens_per_second=rate,
         tokens_per_second_alone=rate_alone,
-        **_comparison(prompts, alone, drafted, gaps),
+        **compare_texts(
+            [prompt.name for prompt in prompts],
+            plain,
+            [text.tokens for text in drafted],
+            lambda number, at: gaps.after([*prompts[number].ids, *plain[number][:at]]),
+        ),
     )
 
 
@@ -277,25 +278,6 @@ def _interval(alone: Sequence[Answer], drafted: Sequence[Answer]) -> list[float]
     """Between what the speedup would be on other prompts like these (95 %)."""
     found = ratio_interval([(a.seconds, d.seconds) for a, d in zip(alone, drafted, strict=True)])
     return None if found is None else [found.low, found.high]
-
-
-def _comparison(
-    prompts: Sequence[Prompt], alone: Sequence[Answer], drafted: Sequence[Answer], gaps: "Gaps"
-) -> dict[str, Any]:
-    """How many tokens equal those of the runtime without a drafter, and where texts part."""
-    differences, identical, compared = [], 0, 0
-    for prompt, plain, ours in zip(prompts, alone, drafted, strict=True):
-        longer = max(len(plain.tokens), len(ours.tokens))
-        same = common_prefix(plain.tokens, ours.tokens)
-        compared, identical = compared + longer, identical + same
-        if same < longer:
-            gap = gaps.after([*prompt.ids, *plain.tokens[:same]])
-            differences.append({"prompt": prompt.name, "position": same, "logit_gap": gap})
-    return {
-        "identical_tokens": identical,
-        "compared_tokens": compared,
-        "first_differences": differences,
-    }
 
 
 class Gaps:
