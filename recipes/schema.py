@@ -83,6 +83,13 @@ class TraceSettings:
     sampled_share: Annotated[
         Share, Field(description="share of the answers that are sampled; the others are greedy")
     ] = 0.5
+    beams: Annotated[
+        PositiveInt,
+        Field(
+            description="of an encoder–decoder: beams of the answers that are not sampled; 1 is "
+            "greedy. Held-out answers are always greedy, since that is how they are replayed"
+        ),
+    ] = 1
     temperature: Annotated[
         PositiveFloat, Field(description="temperature of the sampled answers")
     ] = 1.0
@@ -124,6 +131,8 @@ class ShapeSettings:
     ] = None
     ffn: Annotated[PositiveInt | None, Field(description="FFN width")] = None
     hidden: Annotated[PositiveInt | None, Field(description="width of the residual stream")] = None
+    encoder_layers: Annotated[PositiveInt | None, Field(description="encoder layers")] = None
+    encoder_ffn: Annotated[PositiveInt | None, Field(description="FFN width of the encoder")] = None
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -218,9 +227,28 @@ class PruneSettings:
         Field(description="table of the source's measured latencies, from `draftsmith profile`"),
     ] = None
     axes: Annotated[
-        tuple[Literal["layers", "kv_heads", "heads_per_group", "ffn", "hidden"], ...] | None,
+        tuple[
+            Literal[
+                "layers",
+                "kv_heads",
+                "heads_per_group",
+                "ffn",
+                "hidden",
+                "encoder_layers",
+                "encoder_ffn",
+            ],
+            ...,
+        ]
+        | None,
         Field(description="axes that may be cut; default: those that the shape changes"),
     ] = None
+    encoder_repeat: Annotated[
+        PositiveInt,
+        Field(
+            description="times that each encoder layer which is kept comes in the drafter, in "
+            "order: 2 makes 12 layers of 6; drafters that share the target's encoder have 1"
+        ),
+    ] = 1
     method: Annotated[
         Literal["masks", "first", "last", "uniform", "random", "block-influence", "importance"],
         Field(
@@ -400,6 +428,28 @@ class PruneSettings:
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
+class BlockSettings:
+    """A drafter that proposes a whole block in one pass (Spec-Drafter, Xia et al. 2022)."""
+
+    size: Annotated[PositiveInt, Field(description="tokens of a block, one for each mask")] = 8
+    prefixes: Annotated[
+        PositiveInt,
+        Field(
+            description="beginnings of random length of each text from which a step drafts; they "
+            "share a pass of the encoder"
+        ),
+    ] = 1
+    glancing: Annotated[
+        Share,
+        Field(
+            description="share of a block's mistakes that is revealed instead of masked, at the "
+            "first step"
+        ),
+    ] = 0.5
+    glancing_end: Annotated[Share, Field(description="the same at the last step")] = 0.3
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class DistillSettings:
     """Logit-level distillation of the compact model on the traces."""
 
@@ -412,12 +462,22 @@ class DistillSettings:
             "skew_reverse_kl",
             "total_variation",
             "hybrid",
+            "sequence",
         ],
         Field(
             description="distance between the target's and the drafter's distributions; hybrid: KL "
-            "where little is accepted, total variation where much is"
+            "where little is accepted, total variation where much is; sequence: cross-entropy of "
+            "the tokens that the target wrote (sequence-level distillation)"
         ),
     ] = "forward_kl"
+    label_smoothing: Annotated[
+        float,
+        Field(
+            ge=0,
+            lt=1,
+            description="of sequence: the share of the label that is spread over all tokens",
+        ),
+    ] = 0.0
     beta: Annotated[
         float, Field(gt=0, lt=1, description="of jensen_shannon: the target's share of the mixture")
     ] = 0.5
@@ -481,6 +541,10 @@ class DistillSettings:
             "which alone counts in greedy decoding"
         ),
     ] = 0.0
+    block: Annotated[
+        BlockSettings | None,
+        Field(description="make a drafter that proposes blocks; none: it drafts token by token"),
+    ] = None
     steps: Annotated[PositiveInt, Field(description="optimizer steps")] = 600
     batch: Annotated[PositiveInt, Field(description="rows a micro-batch")] = 8
     accumulate: Annotated[
@@ -570,6 +634,32 @@ class DistillSettings:
                     f"{name} {value}: only the target itself can judge that; set teacher: live, "
                     f"or leave {name} out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_are_given(self) -> "DistillSettings":
+        if self.label_smoothing and self.loss != "sequence":
+            raise ValueError(
+                f"label_smoothing {self.label_smoothing}: {self.loss} learns from distributions, "
+                "which are no labels; set loss: sequence, or leave label_smoothing out"
+            )
+        if self.loss == "sequence" and self.teacher == "live":
+            raise ValueError(
+                "teacher live: loss sequence learns the tokens that the target wrote, and nothing "
+                "else of it; set teacher: traces, or another loss"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_have_no_rounds(self) -> "DistillSettings":
+        taken = {"on_policy": 0.0, "hidden_matching": 0.0, "position_decay": 1.0, "lora_rank": 0}
+        other = [name for name, value in taken.items() if getattr(self, name) != value]
+        if self.block is not None and (other or self.train != "all"):
+            name = other[0] if other else "train"
+            raise ValueError(
+                f"{name} {getattr(self, name)}: a drafter of blocks learns whole, from masks after "
+                f"the target's text; leave {name} out, or leave block out"
+            )
         return self
 
     @model_validator(mode="after")
