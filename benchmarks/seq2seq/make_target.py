@@ -5,7 +5,7 @@ sentences (JSONL with `source` and `target`, `.zst` or not). It is a target to e
 a translator: its BLEU on the test pairs is printed and kept beside the weights, in `quality.json`.
 A killed run goes on from its last checkpoint, a second run finds the finished model.
 
-    python benchmarks/seq2seq/make_target.py --train en-de.train.jsonl.zst --test en-de.test.jsonl.zst
+    python benchmarks/seq2seq/make_target.py --train TRAIN.jsonl.zst --test TEST.jsonl.zst
     python benchmarks/seq2seq/make_target.py … --encoder-layers 8 --decoder-layers 1
 """
 
@@ -43,7 +43,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from draftsmith.data.files import publish, write_json
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import report  # noqa: E402
+from common import report
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "draftsmith"
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
