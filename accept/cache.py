@@ -51,11 +51,29 @@ class CachedModel:
         # Of each row: the slot of its first token, and its tokens.
         self._starts = [0] * rows
         self.lengths = [0] * rows
+        self._keeps_states = False
+        # Of the last pass: its states [B, T, H], and how many tokens of each row went before.
+        self._states: Tensor | None = None
+        self._before: list[int] = []
 
     @property
     def length(self) -> int:
         """Tokens of the longest text."""
         return max(self.lengths)
+
+    def keep_states(self) -> None:
+        """From now on until `reset`, keep the final hidden states of the last pass."""
+        self._keeps_states = True
+
+    def last_states(self) -> list[Tensor | None]:
+        """Of each text, the final hidden state at its last token, [H].
+
+        None where the last pass did not read that token, or kept no states.
+        """
+        if self._states is None:
+            return [None] * len(self.lengths)
+        places = [known - old - 1 for known, old in zip(self.lengths, self._before, strict=True)]
+        return [None if p < 0 else self._states[row, p] for row, p in enumerate(places)]
 
     def borrow_encoder(self, other: "CachedModel") -> bool:
         """Use another model's encoder if it is equal to the own one; there is none here."""
@@ -83,7 +101,7 @@ class CachedModel:
         rows, width = ids_BT.shape
         if len(self.lengths) != rows and not self.length:
             self._starts, self.lengths = [0] * rows, [0] * rows
-        logits = self._forward(ids_BT, keep, mask_BS, positions_BT)
+        logits = self._pass(ids_BT, keep, mask_BS, positions_BT)
         self.lengths = [length + width for length in self.lengths]
         return logits
 
@@ -116,7 +134,7 @@ class CachedModel:
         for row, text in enumerate(texts):
             ids_BT[row, : len(text)] = torch.tensor(list(text), dtype=torch.long)
         mask_BS, positions_BT = self._mask(counts, block)
-        logits_BPV = self._forward(
+        logits_BPV = self._pass(
             ids_BT.to(self.device), torch.tensor(places, device=self.device), mask_BS, positions_BT
         )
         self.lengths = [length + n for length, n in zip(self.lengths, counts, strict=True)]
@@ -143,7 +161,30 @@ class CachedModel:
         if int(self._cache.get_seq_length()):
             self._cache.batch_select_indices(torch.tensor(list(rows), device=self.device))
         self._starts = [self._starts[row] for row in rows]
+        if self._states is not None:
+            self._states = self._states[list(rows)]
+            self._before = [self._before[row] for row in rows]
         self.truncate([self.lengths[row] for row in rows])
+
+    def _pass(
+        self,
+        ids_BT: Tensor,
+        keep: int | Tensor,
+        mask_BS: Tensor | None,
+        positions_BT: Tensor | None,
+    ) -> Tensor:
+        """`_forward`, of which the final states are kept if they are wanted."""
+        if not self._keeps_states:
+            return self._forward(ids_BT, keep, mask_BS, positions_BT)
+        self._before = list(self.lengths)
+        hook = self.model.get_decoder().register_forward_hook(self._keep)
+        try:
+            return self._forward(ids_BT, keep, mask_BS, positions_BT)
+        finally:
+            hook.remove()
+
+    def _keep(self, _module: Any, _inputs: Any, output: Any) -> None:
+        self._states = output[0]
 
     def _forward(
         self,

@@ -1,4 +1,4 @@
-"""Is a model's head its embedding? And giving it a weight of its own."""
+"""A model's head: what it computes, whether it is the embedding, a weight of its own."""
 
 from typing import Any
 
@@ -30,6 +30,20 @@ def head_scale(model: Any, family: Family) -> float:
     if not (family.tied_head_power and family.is_tied(model.config)):
         return 1.0
     return float(getattr(model.config, family.config.hidden) ** family.tied_head_power)
+
+
+def head_softcap(model: Any) -> float | None:
+    """The bound of the logits; None: there is none."""
+    bound: float | None = getattr(model.config, "final_logit_softcapping", None)
+    return bound
+
+
+def head_logits(model: Any, family: Family, states: torch.Tensor) -> torch.Tensor:
+    """The logits [..., V] that a model's head gives for final hidden states [..., H]."""
+    weight, bias = model.get_output_embeddings().weight, head_bias(model, family)
+    logits = torch.nn.functional.linear(states, weight, bias) * head_scale(model, family)
+    bound = head_softcap(model)
+    return logits if bound is None else bound * torch.tanh(logits / bound)
 
 
 def untie_head(model: Any, family: Family) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from draftsmith.checkpoints.families import family_of
-from draftsmith.checkpoints.heads import head_bias, head_scale
+from draftsmith.checkpoints.heads import head_bias, head_scale, head_softcap
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.losses import (
     Columns,
@@ -54,12 +54,11 @@ class Projection:
     def of(cls, model: Any) -> Self:
         """The head of a model, on its very own weight."""
         family = family_of(model.config.model_type, "model")
-        softcap = getattr(model.config, "final_logit_softcapping", None)
         return cls(
             model.get_output_embeddings().weight,
             head_bias(model, family),
             head_scale(model, family),
-            softcap,
+            head_softcap(model),
         )
 
     def copied(self) -> Self:
