@@ -316,7 +316,7 @@ def score(
         typer.Argument(
             metavar="DRAFTER",
             help="folder, hub id or .gguf file; or prompt-lookup, which copies; or "
-            "skip-layers:0,1,28,29, some of the target's own layers",
+            "skip-layers:0,1,28,29, some of the target's own layers; or a folder of heads on it",
         ),
     ],
     target: Annotated[str, typer.Option(help="the model whose output must come out")],
@@ -375,7 +375,7 @@ def score(
             options | {"lookahead": _lookaheads(lookahead), "stop": tuple(stop or ())},
         )
         _check_json_folder(json_file)
-        from draftsmith.accept.pairing import PROMPT_LOOKUP, SKIP_LAYERS
+        from draftsmith.accept.pairing import is_model
         from draftsmith.accept.score import score_drafter
         from draftsmith.checkpoints.formats import resolve
         from draftsmith.checkpoints.loading import quiet_transformers
@@ -383,10 +383,9 @@ def score(
         from draftsmith.data.traces import TraceStore
 
         quiet_transformers()
-        no_model = drafter == PROMPT_LOOKUP or drafter.startswith(SKIP_LAYERS)
         result = score_drafter(
             resolve(target, allow_pickle),
-            drafter if no_model else resolve(drafter, allow_pickle),
+            resolve(drafter, allow_pickle) if is_model(drafter) else drafter,
             asked,
             seed=seed,
             traces=None if traces is None else TraceStore(traces),

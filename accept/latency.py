@@ -127,6 +127,7 @@ def measure_latency(
     batch: int = 1,
     source: Source | None = None,
     block: int = 0,
+    heads: Callable[[], object] | None = None,
 ) -> Latency:
     """Time every kind of forward in turn, with caches as full as in the middle of an answer.
 
@@ -139,6 +140,7 @@ def measure_latency(
         batch: rows in each forward.
         source: what an encoder reads; `prompt` is then its decoder's.
         block: masks in a draft of one pass; 0: it is drafted token by token.
+        heads: makes a draft from states that the target leaves; `drafter` is then None.
     """
     half = list(answer[: max(1, len(answer) // 2)])
     widths = sorted(set(lookaheads))
@@ -186,6 +188,10 @@ def measure_latency(
             write(drafter)
             timed("draft", lambda: draft(drafter, 1))
             timed("draft_after_full", lambda: draft(drafter, 1 if block else 2))
+        if heads is not None:
+            # There is nothing to read; a first round without a draft is counted as with one.
+            for name in ("prefill_drafter", "draft", "draft_after_full"):
+                timed(name, heads)
         for k in widths:
             timed(f"verify {k}", lambda k=k: step(target, k + 1, keep=0))  # type: ignore[misc]
     median = {name: statistics.median(values) for name, values in times.items()}

@@ -1,14 +1,15 @@
 """From names to a loaded target and drafter, and to prompts that both can read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.accept.cache import CachedModel, cached
 from draftsmith.accept.decode import Limits
+from draftsmith.accept.heads import HeadsConfig, HeadsDrafter, ParallelHeads, is_heads
 from draftsmith.accept.trial import Block, Pair, Proposing
 from draftsmith.checkpoints.families import family_of
-from draftsmith.checkpoints.formats import ModelRef
+from draftsmith.checkpoints.formats import ModelRef, local_path
 from draftsmith.checkpoints.generation import banned_ids, decoder_start, never_first, stop_ids
 from draftsmith.checkpoints.loading import (
     Configs,
@@ -42,7 +43,7 @@ class Request:
 
     Attributes:
         target: the target.
-        drafter: a model; or `PROMPT_LOOKUP`, or `SKIP_LAYERS` and numbers.
+        drafter: a model; or `PROMPT_LOOKUP`, `SKIP_LAYERS` and numbers, or a folder of heads.
         check: what they have in common.
         tokenizer: the target's.
         configs: the target's.
@@ -59,11 +60,12 @@ class Request:
         """Check that they belong together.
 
         Raises:
-            RequestError: they don't, or a layer is asked for that the target lacks.
+            RequestError: they don't, a layer is asked for that the target lacks, or heads don't
+                fit it.
         """
         check = check_pair(target, target if isinstance(drafter, str) else drafter)
         if isinstance(drafter, str):
-            kept_layers(drafter, describe(load_config(target), target)[1].layers)
+            _check_own(drafter, target)
         for note in check.notes:
             say(f"note: {note}")
         return cls(target, drafter, check, load_tokenizer(target), load_configs(target))
@@ -88,10 +90,15 @@ class Request:
         target, drafter = cached(model), self._drafter(model)
         if drafter is not None:
             drafter.borrow_encoder(target)
+        proposing = self._proposing(drafter, settings)
+        if isinstance(self.drafter, str) and is_heads(self.drafter):
+            heads = ParallelHeads.load(local_path(self.drafter))
+            own = HeadsDrafter(target, heads, proposing.vocabulary, proposing.stop_ids)
+            proposing = replace(proposing, heads=own)
         decode = self.tokenizer.decode
         return Pair(
             target,
-            self._proposing(drafter, settings),
+            proposing,
             allowed=self._own_vocabulary().without(banned_ids(model)),
             limits=Limits(
                 settings.max_new_tokens,
@@ -129,12 +136,12 @@ class Request:
         """Load the drafter alone.
 
         Raises:
-            RequestError: it is made of the target's layers.
+            RequestError: it drafts with the target.
         """
         if isinstance(self.drafter, str) and self.drafter != PROMPT_LOOKUP:
             raise RequestError(
-                f"{self.drafter}: these are layers of the target, which a replay of traces alone "
-                "does not load; leave the traces out"
+                f"{self.drafter}: this drafts with the target, which a replay of traces alone does "
+                "not load; leave the traces out"
             )
         model = None if isinstance(self.drafter, str) else cached(load_model(self.drafter))
         return self._proposing(model, settings)
@@ -153,6 +160,8 @@ class Request:
     def _drafter(self, target_model: Any) -> CachedModel | None:
         if not isinstance(self.drafter, str):
             return cached(load_model(self.drafter))
+        if is_heads(self.drafter):
+            return None
         family = family_of(target_model.config.model_type, self.drafter)
         kept = kept_layers(self.drafter, getattr(target_model.config, family.config.layers))
         if not kept:
@@ -180,6 +189,23 @@ def prompts_for(
     prompts = read_prompts(settings.prompts, tokenizer, settings.limit, start)
     check_lengths(prompts, context_of(configs.config, family))
     return prompts
+
+
+def is_model(spec: str) -> bool:
+    """Whether a drafter's name is that of a model, and not of a way to draft without another."""
+    return not (spec == PROMPT_LOOKUP or spec.startswith(SKIP_LAYERS) or is_heads(spec))
+
+
+def _check_own(spec: str, target: ModelRef) -> None:
+    """Refuse what a target can't draft with by itself. Raises as `Request.of`."""
+    _, shape = describe(load_config(target), target)
+    if not is_heads(spec):
+        kept_layers(spec, shape.layers)
+        return
+    heads = HeadsConfig.read(local_path(spec))
+    heads.check(shape, target.spec, spec)
+    if heads.target != target.spec:
+        say(f"note: the heads were trained on {heads.target}, not on {target.spec}")
 
 
 def kept_layers(spec: str, layers: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from draftsmith.accept.decode import Generation
 from draftsmith.accept.drafters import AutoregressiveDrafter, Drafter
+from draftsmith.accept.heads import HeadsDrafter
 from draftsmith.accept.replay import (
     RoundCounts,
     greedy_matches,
@@ -154,6 +155,8 @@ def replay_all(
     counts: dict[int, list[RoundCounts]] = {k: [] for k in lookaheads}
     if not lookaheads:
         return counts
+    if isinstance(drafter, HeadsDrafter):
+        drafter = drafter.alone()
     smallest = min((c for c in (context, drafter.context) if c is not None), default=None)
     with Progress("replay", len(texts), "texts") as progress:
         for text in texts:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def score_drafter(
 
     Args:
         target: the target.
-        drafter: any model with the target's tokenizer and kind of input; or `PROMPT_LOOKUP`, or
-            `SKIP_LAYERS` and the numbers of the target's layers that draft.
+        drafter: any model with the target's tokenizer and kind of input; or `PROMPT_LOOKUP`,
+            `SKIP_LAYERS` and the numbers of the target's layers that draft, or a folder of heads.
         settings: prompts, lookaheads, verifier, …, as in a recipe.
         seed: of what is drawn.
         target_model: the target, if it is loaded already.
@@ -252,7 +253,7 @@ def _latency(
     pair: Pair, prompts: Sequence[Prompt], texts: Texts, lookaheads: set[int], batch: int
 ) -> Latency:
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].source or prompts[i].ids))
-    typical = by_length[len(prompts) // 2]
+    typical, heads = by_length[len(prompts) // 2], pair.proposing.heads
     return measure_latency(
         pair.target,
         pair.drafter,
@@ -262,6 +263,7 @@ def _latency(
         batch,
         prompts[typical].source,
         0 if pair.proposing.block is None else pair.proposing.block.size,
+        None if heads is None else partial(heads.tokens, heads.blank_states(batch)),
     )
 
 

@@ -13,6 +13,7 @@ from draftsmith.accept.drafters import (
     PromptLookup,
 )
 from draftsmith.accept.energy import measure_energy
+from draftsmith.accept.heads import HeadsDrafter
 from draftsmith.accept.verify import Verification
 from draftsmith.accept.warping import Warping
 from draftsmith.checkpoints.pair import SharedVocabulary
@@ -60,12 +61,13 @@ class Proposing:
     """A loaded drafter and what it may say.
 
     Attributes:
-        model: None: prompt lookup.
+        model: None: prompt lookup, or heads.
         vocabulary: ids that can be proposed.
         stop_ids: ids that end a text.
         confidence: stop drafting below it; 0: never.
         block: how it drafts in one pass; None: token by token.
         sources: whether an encoder reads the tokens that are written, so that they can be copied.
+        heads: what drafts with heads on the target; None: something else does.
     """
 
     model: CachedModel | None
@@ -74,9 +76,12 @@ class Proposing:
     confidence: float = 0.0
     block: Block | None = None
     sources: bool = True
+    heads: HeadsDrafter | None = None
 
     def drafter(self, warping: Warping) -> Drafter:
         """What proposes, drawing as the target does."""
+        if self.heads is not None:
+            return self.heads
         if self.model is None:
             return PromptLookup(self.stop_ids, self.vocabulary, sources=self.sources)
         if self.block is None:
