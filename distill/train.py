@@ -129,7 +129,7 @@ def distill(
     learning = trainable_parameters(model, family, settings, seed)
     head = loss_head(model, train, settings, None if teacher is None else teacher.vocabulary)
     student = Student(model, head, dtype, settings.hidden_matching)
-    engine = _engine(student, learning.values(), settings, state)
+    engine = training_engine(student, learning.values(), settings, state)
     extra = engine.load()
     curve: list[dict[str, float]] = extra.get("curve", [])
     tokens_seen: int = extra.get("tokens", 0)
@@ -198,9 +198,17 @@ def loss_head(
     return LossHead.of(model, head_loss)
 
 
-def _engine(
-    student: Student, learning: Iterable[nn.Parameter], settings: DistillSettings, state: Path
+def training_engine(
+    module: nn.Module, learning: Iterable[nn.Parameter], settings: DistillSettings, state: Path
 ) -> Engine:
+    """The engine with the optimizer and the learning rates of a recipe.
+
+    Args:
+        module: gives a loss.
+        learning: those of its parameters that learn.
+        settings: the recipe's `distill`.
+        state: folder of the saves.
+    """
     from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
     optimizer = torch.optim.AdamW(
@@ -213,7 +221,7 @@ def _engine(
     scheduler = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, settings.warmup, settings.steps, min_lr_rate=FINAL_LR
     )
-    return make_engine(student, optimizer, state, scheduler, settings.clip, zero=settings.zero)
+    return make_engine(module, optimizer, state, scheduler, settings.clip, zero=settings.zero)
 
 
 @dataclass(frozen=True)
