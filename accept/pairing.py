@@ -7,7 +7,8 @@ from typing import Any
 from draftsmith.accept.cache import CachedModel, cached
 from draftsmith.accept.decode import Limits
 from draftsmith.accept.heads import HeadsConfig, HeadsDrafter, ParallelHeads, is_heads
-from draftsmith.accept.trial import Block, Pair, Proposing
+from draftsmith.accept.trial import Pair, Proposing
+from draftsmith.checkpoints.blocks import Block
 from draftsmith.checkpoints.families import family_of
 from draftsmith.checkpoints.formats import ModelRef, local_path
 from draftsmith.checkpoints.generation import banned_ids, decoder_start, never_first, stop_ids

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from draftsmith.accept.cache import CachedModel
 from draftsmith.accept.decode import Generation, Limits, decode_batch, plain_decode
@@ -16,44 +15,10 @@ from draftsmith.accept.energy import measure_energy
 from draftsmith.accept.heads import HeadsDrafter
 from draftsmith.accept.verify import Verification
 from draftsmith.accept.warping import Warping
+from draftsmith.checkpoints.blocks import Block
 from draftsmith.checkpoints.pair import SharedVocabulary
 from draftsmith.data.chat import Prompt
 from draftsmith.data.progress import Progress
-from draftsmith.errors import RequestError
-
-
-@dataclass(frozen=True)
-class Block:
-    """How a drafter that proposes blocks was trained.
-
-    Attributes:
-        size: masks in a block.
-        mask_id: their id.
-    """
-
-    size: int
-    mask_id: int
-
-    @classmethod
-    def of(cls, config: Any) -> "Block | None":
-        """From the key `block_drafting` of a drafter's config; None: it drafts token by token.
-
-        Raises:
-            RequestError: the key holds something else.
-        """
-        found = getattr(config, "block_drafting", None)
-        if found is None:
-            return None
-        try:
-            block = cls(**found)
-        except TypeError:
-            block = cls(0, 0)
-        if not (isinstance(block.size, int) and block.size > 0 and isinstance(block.mask_id, int)):
-            raise RequestError(
-                f"config.json: block_drafting is {found!r}; it holds size, the masks in a block, "
-                "and mask_id, their id"
-            )
-        return block
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,11 @@ from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.data.progress import say
 from draftsmith.data.traces import TraceRow, TraceStore
 from draftsmith.distill.batches import collate
+from draftsmith.distill.evaluation import Costs, evaluate
 from draftsmith.distill.head_loss import HeadLoss, Projection
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.states import hidden_at_answers
-from draftsmith.distill.train import Costs, distill, evaluate
+from draftsmith.distill.train import distill
 from draftsmith.prune.baselines import select_at_random, select_by_activations, select_by_position
 from draftsmith.prune.race import Track
 from draftsmith.prune.train import learn_masks

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 from draftsmith.checkpoints import checksums
+from draftsmith.checkpoints.blocks import Block
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.formats import ModelRef, stored_tensors, weight_files
 from draftsmith.checkpoints.gguf_files import open_gguf
@@ -66,6 +67,7 @@ def inspect_checkpoint(ref: ModelRef) -> dict[str, Any]:
             "chat_template": bool(tokenizer.chat_template),
         },
         "cut_from": None if token_map is None else token_map.target_vocab,
+        "block_drafting": None if (block := Block.of(config)) is None else asdict(block),
         "notes": _notes(shape, family),
     }
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftsmith.checkpoints.blocks import MODULE, Block, describe_block_drafting
 from draftsmith.checkpoints.checksums import FILE as CHECKSUMS
 from draftsmith.checkpoints.checksums import write_checksums
 from draftsmith.checkpoints.families import family_of
@@ -42,7 +43,7 @@ TOKENIZER_FILES = (
 )
 # Templates besides the one that is used by default.
 _TEMPLATES = "additional_chat_templates"
-_MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*")
+_MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", f"{MODULE}.py")
 
 
 def save_model(
@@ -72,6 +73,8 @@ def save_model(
         mark = folder / UNFINISHED
         mark.touch()
         (folder / CHECKSUMS).unlink(missing_ok=True)
+        if Block.of(model.config) is not None:
+            describe_block_drafting(model, folder)
         with _saving_everything(model):
             model.save_pretrained(folder)
         if about:

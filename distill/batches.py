@@ -32,13 +32,15 @@ class Batch:
             real EOS would vanish (case A27). Or [B, 1, T, T], true where a token sees another.
             None: nothing is padded, and a token sees what is before it, in its own document
             where `position_ids` begin anew with each.
-        positions: [A] places in the flattened [B·T] whose next token is an answer token.
+        positions: [A] places in the flattened [B·T] whose states give answer tokens: those before
+            them, and masks in the place of them.
         labels: [A] that token; -1 where a text has none.
         traces: what the target said there.
         weights: [A] what each position counts; none: 1.
         position_ids: [B, T] where tokens don't stand in their order; none: they do.
-        sources: [B, S] what an encoder reads, padded on the right; none without an encoder.
-        source_mask: [B, S], 1 for its tokens.
+        sources: [B, S] what an encoder reads, padded on the right; none without an encoder. Or
+            [B/n, S], each for n rows side by side.
+        source_mask: of the same shape, 1 for its tokens.
     """
 
     ids: Tensor

@@ -17,7 +17,7 @@ multiplies by T² where cross-entropy is mixed in, so that T does not change the
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
@@ -172,6 +172,41 @@ class Traces:
         return Pair(p, q, likeliest=torch.where(known[:, 0], 0, -1))
 
 
+@dataclass(frozen=True)
+class Labels:
+    """The tokens that the target wrote, and nothing else of what it thought: for `sequence`.
+
+    The outcomes of a pair are the label, and all ids alike: log q of the label, and the mean of
+    log q over the ids, whose shares p are 1 - smoothing and smoothing (Szegedy et al. 2016).
+
+    Attributes:
+        ids: [A] columns of the drafter's logits; those that it lacks (-1) count as zero.
+        smoothing: the share of the label that is spread evenly, 0 … 1.
+    """
+
+    ids: Tensor
+    smoothing: float = 0.0
+    copies: ClassVar[int] = 8
+
+    def __getitem__(self, rows: slice) -> Self:
+        """The same at some of the positions."""
+        return replace(self, ids=self.ids[rows])
+
+    def over(self, columns: Columns) -> Self:
+        """The ids as places in `columns`."""
+        return replace(self, ids=places(self.ids, columns))
+
+    def against(self, logits_AV: Tensor) -> Pair:
+        """The label and all ids alike are the outcomes."""
+        logits_AV = _exact(logits_AV)
+        known_A = (self.ids >= 0) & (self.ids < logits_AV.shape[-1])
+        own_A = logits_AV.gather(-1, self.ids.where(known_A, 0)[:, None])[:, 0]
+        q_A2 = torch.stack([own_A, logits_AV.mean(-1)], -1) - logits_AV.logsumexp(-1, keepdim=True)
+        shares = torch.tensor([1.0 - self.smoothing, self.smoothing], device=q_A2.device)
+        p_A2 = shares.log().clamp_min(_NEVER).expand_as(q_A2)
+        return Pair(p_A2, q_A2.where(known_A[:, None], 0.0))
+
+
 def forward_kl(pair: Pair, temperature: float = 1.0) -> tuple[Tensor, int]:
     """KL(p‖q) = Σ p (log p − log q), p the target: covers all that the target may say.
 
@@ -261,6 +296,14 @@ def cross_entropy(pair: Pair) -> tuple[Tensor, int]:
     return _summed(-picked.where(likeliest >= 0, 0.0), pair)
 
 
+def sequence(pair: Pair) -> tuple[Tensor, int]:
+    """Cross-entropy of the tokens that the target wrote, label smoothing included.
+
+    Sequence-level distillation (Kim and Rush 2016): the target's output is the label. Of `Labels`.
+    """
+    return _summed(-(pair.p.exp() * pair.q).sum(-1), pair)
+
+
 LOSSES: dict[str, Callable[..., tuple[Tensor, int]]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
@@ -270,6 +313,7 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, int]]] = {
     "total_variation": total_variation,
     "hybrid": hybrid,
     "cross_entropy": cross_entropy,
+    "sequence": sequence,
 }
 
 

@@ -44,14 +44,21 @@ def _read(body: Any, batch: Batch, *, states: bool) -> Any:
             output_hidden_states=states,
         )
     encoded = body.get_encoder()(input_ids=batch.sources, attention_mask=batch.source_mask)
+    # Rows that share a source stand side by side.
+    times = len(batch.ids) // len(batch.sources)
     return body.get_decoder()(
         input_ids=batch.ids,
-        attention_mask=batch.mask,
-        encoder_hidden_states=encoded.last_hidden_state,
-        encoder_attention_mask=batch.source_mask,
+        attention_mask=_fitting(batch.mask, body),
+        encoder_hidden_states=_repeated(encoded.last_hidden_state, times),
+        encoder_attention_mask=_repeated(batch.source_mask, times),
         use_cache=False,
         output_hidden_states=states,
     )
+
+
+def _repeated(rows: Any, times: int) -> Any:
+    """Each row so many times; what is not there stays so."""
+    return rows if rows is None or times == 1 else rows.repeat_interleave(times, 0)
 
 
 def _rows_for(body: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -1,26 +1,26 @@
 """Logit-level distillation of a drafter on the target's traces."""
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.accept.replay import RoundCounts, replay
+from draftsmith.checkpoints.blocks import Block
 from draftsmith.checkpoints.devices import autocast
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.generation import stop_ids
 from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow
-from draftsmith.distill.batches import Batch, BatchStream, collate
+from draftsmith.distill.batches import Batch, BatchStream
 from draftsmith.distill.best import Best
+from draftsmith.distill.blocks import Blocks
 from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, freeze_all_but, learns
-from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
+from draftsmith.distill.evaluation import Costs, evaluate
+from draftsmith.distill.head_loss import HeadLoss, LossHead
 from draftsmith.distill.lessons import Lessons
 from draftsmith.distill.logs import LOGS, Logs
 from draftsmith.distill.lora import add_adapters, merge_adapters
@@ -30,8 +30,6 @@ from draftsmith.distill.states import distance_of_reads, hidden_at_answers, stat
 from draftsmith.distill.teacher import Lesson, Teacher
 from draftsmith.recipes.schema import DistillSettings
 
-# Predicted speedups are looked for at lookaheads up to this.
-MOST_LOOKAHEAD = 8
 # What is left of the peak learning rate at the last step.
 FINAL_LR = 0.05
 
@@ -137,7 +135,10 @@ def distill(
     rounds = OwnRounds(
         student.propose, settings.lookahead, stop_ids(model), settings.position_decay
     )
-    lessons = Lessons(stream, rounds, settings, seed, model.device, teacher)
+    blocks = None
+    if settings.block is not None and (block := Block.of(model.config)) is not None:
+        blocks = Blocks(student.propose, block, settings.block, seed)
+    lessons = Lessons(stream, rounds, settings, seed, model.device, teacher, blocks)
     costs = Costs.of(model, family, settings, target_layers)
     logs = Logs(state.parent / LOGS, engine.steps_done + 1, on=engine.ranks.is_main)
     model.train()
@@ -222,69 +223,6 @@ def training_engine(
         optimizer, settings.warmup, settings.steps, min_lr_rate=FINAL_LR
     )
     return make_engine(module, optimizer, state, scheduler, settings.clip, zero=settings.zero)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Times, over that of a plain step of the target.
-
-    Attributes:
-        draft: a pass of the drafter.
-        verify: a verification.
-    """
-
-    draft: float
-    verify: float = 1.0
-
-    @classmethod
-    def of(
-        cls, model: Any, family: Family, settings: DistillSettings, target_layers: int | None
-    ) -> "Costs":
-        """The recipe's; a drafter's latency grows with its decoder's depth (Yan et al. 2025)."""
-        layers = getattr(model.config, family.config.layers)
-        by_depth = layers / target_layers if target_layers else 0.0
-        return cls(settings.draft_cost or by_depth, settings.verify_cost)
-
-    def speedup(self, counts: RoundCounts) -> float:
-        """Predicted tokens per second over the target alone, without prefills."""
-        # After full acceptance the drafter has yet to read its last proposal.
-        passes = counts.lookahead * counts.rounds + counts.full
-        return counts.emitted / (passes * self.draft + counts.rounds * self.verify)
-
-
-@torch.inference_mode()
-def evaluate(
-    model: Any, rows: Sequence[TraceRow], settings: DistillSettings, costs: Costs
-) -> dict[str, float]:
-    """Replay held-out greedy traces; empty where there is none.
-
-    Returns:
-        Emitted per round at the recipe's lookahead, top-1 agreement, and the best predicted speedup
-        with the lookahead that gives it.
-    """
-    max_length, most = settings.max_length, max(settings.lookahead, MOST_LOOKAHEAD)
-    counts, agreed = [RoundCounts(k) for k in range(1, most + 1)], Counter[bool]()
-    was_training = model.training
-    model.eval()
-    for row in rows:
-        answers = min(len(row.tokens), max_length) - row.prompt_length
-        if row.sampled or row.prompt_length < 1 or answers < 1:
-            continue
-        batch = collate([row], max_length).to(model.device)
-        choices = Projection.of(model)(hidden_at_answers(model, batch)).argmax(-1)
-        matches = (choices == batch.labels).cpu().numpy()
-        counts = [c + replay(matches, c.lookahead, limit=answers + 1) for c in counts]
-        agreed.update(matches.tolist())
-    model.train(was_training)
-    if not agreed:
-        return {}
-    best = max(counts, key=costs.speedup)
-    return {
-        "emitted_per_round": float(counts[settings.lookahead - 1].emitted_per_round or 0.0),
-        "top1": agreed[True] / agreed.total(),
-        "predicted_speedup": costs.speedup(best),
-        "best_lookahead": best.lookahead,
-    }
 
 
 def trainable_parameters(

@@ -17,7 +17,8 @@ import torch
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.data.progress import say
 from draftsmith.data.traces import TraceRow
-from draftsmith.distill.train import Costs, distill, evaluate
+from draftsmith.distill.evaluation import Costs, evaluate
+from draftsmith.distill.train import distill
 from draftsmith.errors import DraftsmithError
 from draftsmith.prune.exchange import Parts
 from draftsmith.recipes.schema import DistillSettings, PruneSettings

@@ -22,7 +22,12 @@ from draftsmith.checkpoints.loading import (
     load_tokenizer,
     quiet_transformers,
 )
-from draftsmith.checkpoints.pair import check_pair, check_tokenizer_rows, tokenizer_rows
+from draftsmith.checkpoints.pair import (
+    check_pair,
+    check_tokenizer_rows,
+    context_of,
+    tokenizer_rows,
+)
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import Shape, resolve_shape
 from draftsmith.data.chat import prompt_inputs, user_turn
@@ -167,6 +172,8 @@ def check(run: Run) -> Shape:
 
     config = load_config(run.source)
     family, source = describe(config, run.source)
+    _check_repeat(run, family)
+    _check_block(run, config, family)
     if family.has_encoder:
         _check_encoder_decoder(run, family)
     elif run.recipe.distill.train == "decoder":
@@ -176,6 +183,7 @@ def check(run: Run) -> Shape:
         )
     prune = run.recipe.prune
     _, shape = goal_of(run, family, source)
+    shape = replace(shape, encoder_layers=shape.encoder_layers * prune.encoder_repeat)
     check_method(prune.method, source, shape)
     target = load_configs(run.target)
     target_family, target_shape = describe(target.config, run.target)
@@ -225,6 +233,57 @@ def _check_encoder_decoder(run: Run, family: Family) -> None:
         raise RequestError(
             f"recipe.{found}: {run.source.spec} is an encoder–decoder ({family.name}), for which "
             "there is no such thing yet; leave it out (data.source: corpus or prompts gives texts)"
+        )
+
+
+def _check_repeat(run: Run, family: Family) -> None:
+    """Refuse a deeper encoder that is none, or that would never learn.
+
+    Raises:
+        RequestError: naming the key.
+    """
+    if (times := run.recipe.prune.encoder_repeat) == 1:
+        return
+    if not family.has_encoder:
+        raise RequestError(
+            f"recipe.prune.encoder_repeat: {times}: {run.source.spec} has no encoder; leave it out"
+        )
+    if run.recipe.distill.train == "decoder":
+        raise RequestError(
+            f"recipe.prune.encoder_repeat: {times}: with distill.train: decoder the encoder is the "
+            "target's, which has each layer once; set distill.train: all, or leave it out"
+        )
+
+
+def _check_block(run: Run, config: Any, family: Family) -> None:
+    """Refuse blocks that have no room, or that nothing could use.
+
+    Raises:
+        RequestError: naming the key.
+    """
+    recipe = run.recipe
+    if (block := recipe.distill.block) is None:
+        return
+    if (most := max(recipe.score.lookahead)) > block.size:
+        raise RequestError(
+            f"recipe.score.lookahead: {most}: blocks have {block.size} tokens; make it at most that"
+        )
+    context = context_of(config, family)
+    if context is not None and recipe.distill.max_length + block.size > context:
+        raise RequestError(
+            f"recipe.distill.max_length: {recipe.distill.max_length}: with the {block.size} masks "
+            f"of a block that is more than the {context} positions of {run.source.spec}; make it "
+            f"at most {context - block.size}"
+        )
+    if (window := narrowest_window(config, family)) is not None:
+        raise RequestError(
+            f"recipe.distill.block: {run.source.spec} attends within windows of {window} tokens, "
+            "which blocks can't respect; leave block out"
+        )
+    if other := [to for to in recipe.export.to if to != "hf"]:
+        raise RequestError(
+            f"recipe.export.to: {other[0]}: it drafts token by token, and this drafter in blocks; "
+            "leave hf alone"
         )
 
 
@@ -459,6 +518,7 @@ def _traces(run: Run, folder: Path) -> None:
 def _prune(run: Run, folder: Path) -> None:
     import torch
 
+    from draftsmith.checkpoints.growing import repeat_encoder
     from draftsmith.checkpoints.slicing import compact_model
     from draftsmith.prune import plots, trajectory
     from draftsmith.prune.baselines import (
@@ -515,7 +575,8 @@ def _prune(run: Run, folder: Path) -> None:
     say(f"kept layers: {', '.join(map(str, result.selection.layers))}")
     if not is_main():
         return
-    save_model(compact_model(model, family, result.selection), run.target, folder)
+    compact = compact_model(model, family, result.selection)
+    save_model(repeat_encoder(compact, family, settings.encoder_repeat), run.target, folder)
     if result.trajectory is not None:
         result.trajectory.write(folder / trajectory.FILE)
         plots.plot_trajectory(result.trajectory, folder / plots.FILE, result.selection)
@@ -564,12 +625,15 @@ def _mask_teacher(run: Run) -> "Teacher | None":
 def _distill(run: Run, folder: Path) -> None:
     import torch
 
+    from draftsmith.checkpoints.growing import start_block_drafting
     from draftsmith.distill.train import distill
 
     store = TraceStore(run.folder("traces"))
     # Weights that learn are float32 everywhere; only products may be in less.
     model = load_model(resolve(str(run.folder("pruned"))), dtype=torch.float32)
     family, _ = describe(model.config, run.source)
+    if (block := run.recipe.distill.block) is not None:
+        model = start_block_drafting(model, family, block.size, _written_ids(run))
     _, target_shape = describe(load_config(run.target), run.target)
     curve = distill(
         model,
@@ -586,6 +650,15 @@ def _distill(run: Run, folder: Path) -> None:
     if is_main():
         save_model(model, run.target, folder)
         write_json(folder / "curve.json", curve)
+
+
+def _written_ids(run: Run) -> set[int]:
+    """The ids that the target's decoder has a string for, or all where they are its own."""
+    config = load_config(run.target)
+    family, shape = describe(config, run.target)
+    if not family.one_vocabulary(config):
+        return set(range(shape.vocab))
+    return set(run.tokenizer.get_vocab().values())
 
 
 def _teacher(run: Run) -> "Teacher | None":

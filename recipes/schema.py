@@ -660,6 +660,11 @@ class DistillSettings:
                 f"{name} {getattr(self, name)}: a drafter of blocks learns whole, from masks after "
                 f"the target's text; leave {name} out, or leave block out"
             )
+        if self.block is not None and self.lookahead > self.block.size:
+            raise ValueError(
+                f"lookahead {self.lookahead}: blocks have {self.block.size} tokens; make it at "
+                "most that"
+            )
         return self
 
     @model_validator(mode="after")

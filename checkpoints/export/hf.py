@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from draftsmith import __version__
+from draftsmith.checkpoints.blocks import Block
 from draftsmith.checkpoints.export.base import HF, Candidate, Job, Report
 from draftsmith.checkpoints.export.card import target_name
 from draftsmith.checkpoints.export.parity import (
@@ -24,11 +25,16 @@ from draftsmith.checkpoints.saving import save_model
 from draftsmith.recipes.schema import ExportSettings
 
 _LAUNCH = f"""\
-drafter = AutoModelForCausalLM.from_pretrained("{HF}")
+drafter = {{auto}}.from_pretrained("{HF}")
 drafter.generation_config.num_assistant_tokens = {{lookahead}}
 drafter.generation_config.num_assistant_tokens_schedule = "constant"
 drafter.generation_config.assistant_confidence_threshold = 0.0
 target.generate(**inputs, assistant_model=drafter, do_sample=False)"""
+
+# Runtimes draft token by token: blocks are verified by draftsmith, or by who asks for them.
+_LAUNCH_BLOCKS = f"""\
+drafter = AutoModel.from_pretrained("{HF}", trust_remote_code=True)
+drafter.propose(text, **source)  # as many tokens as a block has, for the target to verify"""
 
 
 def preflight(candidate: Candidate, settings: ExportSettings) -> Sequence[str]:
@@ -54,7 +60,9 @@ def export(job: Job, folder: Path, settings: ExportSettings) -> Report:
     )
     own = load_tokenizer(job.target)
     parity = check_parity(answers, job.model, own, questions, TOLERANCE["F32"], str(path))
-    return Report((HF,), _LAUNCH.format(lookahead=settings.lookahead), parity)
+    launch = _LAUNCH if Block.of(job.config) is None else _LAUNCH_BLOCKS
+    launch = launch.format(auto=job.family.auto, lookahead=settings.lookahead)
+    return Report((HF,), launch, parity)
 
 
 @torch.inference_mode()

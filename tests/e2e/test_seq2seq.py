@@ -80,6 +80,57 @@ def test_the_whole_road(recipe: Path, tmp_path: Path, target: Any) -> None:
     assert curve[-1]["loss"] < curve[0]["loss"] or curve[-1]["emitted_per_round"] >= 1
 
 
+def test_the_whole_road_of_a_drafter_of_blocks(recipe: Path, tmp_path: Path, target: Any) -> None:
+    """A deep encoder of its own and a mask: exact, exported, and loadable with its own file."""
+    from transformers import AutoModel
+
+    block = ["distill.train=all", "distill.loss=sequence", "distill.label_smoothing=0.1"]
+    block += ["distill.block={size: 3, prefixes: 2}", "distill.max_length=64"]
+    block += ["prune.encoder_repeat=2"]
+    run = Run(load(str(recipe), [*block, "score.lookahead=[3]"]), tmp_path / "out")
+    run_stages(run, tuple(stage.name for stage in STAGES))
+    family = families()[target.config.model_type]
+    drafter = load_model(resolve(str(run.folder("distilled"))))
+    shape, before = shape_of(drafter.config, family), shape_of(target.config, family)
+    assert (shape.layers, shape.encoder_layers) == (2, 2 * before.encoder_layers)
+    score = json.loads((run.folder("scores") / "score.json").read_text())
+    assert score["lossless"] is True
+    for row in score["decode"]:
+        assert row["identical_tokens"] == row["compared_tokens"] > 0
+    assert all(row["t_draft_ms"] for row in score["decode"])
+    theirs = AutoModel.from_pretrained(run.folder("export") / "hf", trust_remote_code=True)
+    start = torch.tensor([decoder_start(target)])
+    assert theirs.propose(start, input_ids=torch.tensor([[3, 4, 5]])).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["prune.encoder_repeat=2"], "prune.encoder_repeat: 2: with distill.train: decoder"),
+        (["distill.train=all", "distill.block={size: 3}", "score.lookahead=[4]"], "blocks have 3"),
+        (
+            ["distill={train: all, block: {size: 3}, max_length: 64}", "export.to=[onnx]"],
+            "leave hf",
+        ),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(
+    recipe: Path, tmp_path: Path, keys: list[str], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        check(Run(load(str(recipe), keys), tmp_path / "out"))
+
+
+def test_masks_need_places(recipe: Path, tmp_path: Path, target: Any) -> None:
+    keys = ["distill.train=all", "distill.block={size: 3}", "distill.max_length=254"]
+    run = Run(load(str(recipe), keys), tmp_path / "out")
+    if families()[target.config.model_type].config.context is None:
+        check(run)
+        return
+    with pytest.raises(RequestError, match=r"max_length: 254: with the 3 masks .* at most 253"):
+        check(run)
+
+
 def test_traces_are_what_the_target_says(recipe: Path, tmp_path: Path, target: Any) -> None:
     """Greedy rows are generate()'s, with the very log-probabilities of a plain forward pass."""
     run = Run(load(str(recipe), ["trace.sampled_share=0"]), tmp_path / "out")

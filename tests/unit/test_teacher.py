@@ -14,13 +14,14 @@ from draftsmith.checkpoints.shape import shape_of
 from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.distill.batches import Batch, BatchStream, collate
 from draftsmith.distill.engine import Ranks, TorchEngine
+from draftsmith.distill.evaluation import Costs
 from draftsmith.distill.lessons import Lessons
 from draftsmith.distill.logs import LOGS, Logs
 from draftsmith.distill.losses import TargetLogits, forward_kl
 from draftsmith.distill.rounds import OwnRounds
 from draftsmith.distill.states import states_at_answers
 from draftsmith.distill.teacher import Lesson, Teacher
-from draftsmith.distill.train import Costs, Student, distill, loss_head, mean_over_step
+from draftsmith.distill.train import Student, distill, loss_head, mean_over_step
 from draftsmith.errors import RequestError
 from draftsmith.recipes.loading import load
 from draftsmith.recipes.run import Run, _teacher, check, run_stages

@@ -1,0 +1,286 @@
+"""Drafters of blocks: what they learn from, what they are saved as, and the deeper encoder."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.accept.cache import cached
+from draftsmith.accept.drafters import BlockDrafter
+from draftsmith.checkpoints.blocks import MODULE, Block
+from draftsmith.checkpoints.families import families
+from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.growing import repeat_encoder, start_block_drafting
+from draftsmith.checkpoints.loading import load_model
+from draftsmith.checkpoints.pair import SharedVocabulary
+from draftsmith.checkpoints.saving import save_model
+from draftsmith.checkpoints.shape import shape_of
+from draftsmith.data.traces import TraceRow
+from draftsmith.distill.batches import Batch, collate
+from draftsmith.distill.blocks import Blocks
+from draftsmith.distill.engine import TorchEngine
+from draftsmith.distill.evaluation import Costs, evaluate
+from draftsmith.distill.head_loss import Projection
+from draftsmith.distill.losses import Labels, sequence
+from draftsmith.distill.states import hidden_at_answers
+from draftsmith.distill.train import distill
+from draftsmith.errors import RequestError
+from draftsmith.recipes.schema import BlockSettings, DistillSettings
+from tests.conftest import TINY_VOCAB, make_model, make_tokenizer
+from tests.unit.test_batches import trace_rows
+
+SEQ2SEQ = sorted(n for n, f in families().items() if f.has_encoder and not f.config.mel_bins)
+FAMILIES = ["llama", *SEQ2SEQ]
+SIZE = 3
+
+
+def drafter_of_blocks(family: str, seed: int = 0) -> tuple[Any, Block]:
+    """A random model whose last row is its mask."""
+    model = make_model(family, seed=seed)
+    model = start_block_drafting(model, families()[family], SIZE, range(TINY_VOCAB - 1))
+    return model, Block(SIZE, TINY_VOCAB - 1)
+
+
+def rows_for(family: str, count: int, seed: int = 0) -> list[TraceRow]:
+    """Random texts; with sources of their own for an encoder."""
+    rows = trace_rows(count, seed=seed)
+    if not families()[family].has_encoder:
+        return rows
+    rng = np.random.default_rng(seed)
+    return [
+        replace(
+            row, source=rng.integers(3, TINY_VOCAB - 1, int(rng.integers(2, 9))).astype(np.int32)
+        )
+        for row in rows
+    ]
+
+
+def likeliest(model: Any) -> Any:
+    """A model's likeliest ids at a batch's positions."""
+
+    def propose(batch: Batch) -> torch.Tensor:
+        with torch.inference_mode():
+            return Projection.of(model)(hidden_at_answers(model, batch)).argmax(-1)
+
+    return propose
+
+
+def blocks_of(model: Any, block: Block, **settings_: Any) -> Blocks:
+    return Blocks(likeliest(model), block, BlockSettings(size=SIZE, **settings_), seed=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_learned_is_what_is_drafted(family: str) -> None:
+    """At a batch's masks stand the very tokens that the drafter would propose there."""
+    model, block = drafter_of_blocks(family)
+    rows = rows_for(family, 3)
+    batch = collate(rows, max_length=16)
+    blocks = blocks_of(model, block, prefixes=2)
+    masked = blocks.mask(batch, np.random.default_rng(0))
+    assert len(masked.ids) == 6
+    found = likeliest(model)(masked).tolist()
+    everything = SharedVocabulary(TINY_VOCAB)
+    drafter = BlockDrafter(cached(model), everything, frozenset(), SIZE, block.mask_id)
+    drafted, labels = [], []
+    width = masked.ids.shape[1]
+    for number, ids in enumerate(masked.ids.tolist()):
+        text, row = ids[: ids.index(block.mask_id)], rows[number // 2]
+        assert text == row.tokens[: len(text)].tolist()
+        assert len(text) >= row.prompt_length
+        own = [p - number * width for p in masked.positions.tolist() if p // width == number]
+        assert own == list(range(len(text), len(text) + len(own)))
+        drafter.reset(1, [0], [] if row.source is None else [row.source.tolist()])
+        drafted += drafter.propose([text], [SIZE])[0].tokens[: len(own)]
+        labels += row.tokens[:16][len(text) :][:SIZE].tolist()
+    assert found == drafted
+    assert masked.labels.tolist() == labels
+
+
+@settings(max_examples=40, deadline=None)
+@given(share=st.floats(0, 1), seed=st.integers(0, 99))
+def test_glancing_shows_a_share_of_the_mistakes(share: float, seed: int) -> None:
+    model, block = drafter_of_blocks("marian")
+    blocks = blocks_of(model, block)
+    rng = np.random.default_rng(seed)
+    masked = blocks.mask(collate(rows_for("marian", 4, seed), max_length=16), rng)
+    glanced = blocks.glance(masked, share, rng)
+    width = masked.ids.shape[1]
+    wrong = blocks.propose(masked) != masked.labels
+    for row in range(4):
+        own = masked.positions // width == row
+        left = int((glanced.positions // width == row).sum())
+        shown = round(share * int(wrong[own].sum()))
+        assert left == int(own.sum()) - shown
+    # What is shown are the texts' own tokens; what is asked is masked, and as before.
+    kept = set(glanced.positions.tolist())
+    ids, flat = glanced.ids.flatten().tolist(), masked.ids.flatten().tolist()
+    for position, label in zip(masked.positions.tolist(), masked.labels.tolist(), strict=True):
+        assert ids[position] == (block.mask_id if position in kept else label)
+    others = set(range(len(ids))) - set(masked.positions.tolist())
+    assert all(ids[i] == flat[i] for i in others)
+    order = [masked.positions.tolist().index(p) for p in glanced.positions.tolist()]
+    assert glanced.labels.tolist() == masked.labels[order].tolist()
+    assert torch.equal(glanced.traces.top_ids, masked.traces.top_ids[order])
+
+
+def test_less_is_shown_as_training_goes_on() -> None:
+    model, block = drafter_of_blocks("marian")
+    blocks = blocks_of(model, block, glancing=1.0, glancing_end=0.0)
+    batch = collate(rows_for("marian", 6), max_length=16)
+    counts = [blocks.of(batch, 5, progress).tokens for progress in (0.0, 0.5, 1.0)]
+    assert counts[0] < counts[1] < counts[2]
+    again = blocks.of(batch, 5, 0.5)
+    assert torch.equal(again.ids, blocks.of(batch, 5, 0.5).ids)
+    assert not torch.equal(blocks.of(batch, 6, 1.0).ids, blocks.of(batch, 5, 1.0).ids)
+
+
+@settings(max_examples=20, deadline=None)
+@given(smoothing=st.floats(0, 0.9), seed=st.integers(0, 9))
+def test_sequence_is_torchs_cross_entropy(smoothing: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 11, generator=generator) * 3
+    labels = torch.randint(11, (5,), generator=generator)
+    loss, tokens = sequence(Labels(labels, smoothing).against(logits))
+    expected = torch.nn.functional.cross_entropy(
+        logits, labels, label_smoothing=smoothing, reduction="sum"
+    )
+    assert tokens == 5
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    # Over some columns only, a label that is not among them counts as nothing.
+    columns = torch.arange(0, 11, 2)
+    some, _ = sequence(Labels(labels).over(columns).against(logits[:, columns]))
+    known = labels % 2 == 0
+    expected = torch.nn.functional.cross_entropy(
+        logits[known][:, columns], labels[known] // 2, reduction="sum"
+    )
+    assert float(some) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tokens", [TINY_VOCAB, TINY_VOCAB - 2])
+def test_a_saved_drafter_tells_what_it_is(family: str, tokens: int, tmp_path: Path) -> None:
+    """It loads here and, with its own file, in transformers; both propose the same."""
+    from transformers import AutoModel
+
+    source = tmp_path / "source"
+    model = make_model(family)
+    model.save_pretrained(source)
+    make_tokenizer().save_pretrained(source)
+    model = start_block_drafting(model, families()[family], SIZE, range(tokens))
+    block = Block(SIZE, tokens)
+    assert Block.of(model.config) == block
+    assert len(model.get_output_embeddings().weight) == max(TINY_VOCAB, tokens + 1)
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    save_model(model, resolve(str(source)), folder)
+    loaded = load_model(resolve(str(folder)))
+    assert Block.of(loaded.config) == block
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    theirs = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    read = [3, 4, 5, 6]
+    everything = SharedVocabulary(TINY_VOCAB + 1)
+    drafter = BlockDrafter(cached(loaded), everything, frozenset(), SIZE, block.mask_id)
+    encoder = families()[family].has_encoder
+    drafter.reset(1, [0], [read] if encoder else [])
+    (draft,) = drafter.propose([[1, 7]], [SIZE])
+    sources = {"input_ids": torch.tensor([read])} if encoder else {}
+    assert theirs.propose(torch.tensor([[1, 7]]), **sources).tolist() == [draft.tokens]
+    assert (folder / f"{MODULE}.py").is_file()
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_each_encoder_layer_comes_twice(family: str) -> None:
+    table, model = families()[family], make_model(family)
+    deep = repeat_encoder(model, table, 2)
+    before, after = shape_of(model.config, table), shape_of(deep.config, table)
+    assert after == replace(before, encoder_layers=2 * before.encoder_layers)
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    encoder = model.get_encoder()
+    blocks = next(m for m in encoder.modules() if isinstance(m, torch.nn.ModuleList))
+    # The same in place: each block is passed twice before the next.
+    deeper = torch.nn.ModuleList(block for block in blocks for _ in range(2))
+    with torch.inference_mode():
+        found = deep.get_encoder()(input_ids=ids).last_hidden_state
+        name = next(n for n, m in encoder.named_modules() if m is blocks)
+        encoder.set_submodule(name, deeper)
+        expected = encoder(input_ids=ids).last_hidden_state
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert repeat_encoder(model, table, 1) is model
+
+
+LEARN = DistillSettings(
+    block=BlockSettings(size=SIZE, prefixes=3),
+    loss="sequence",
+    label_smoothing=0.1,
+    steps=12,
+    batch=2,
+    lr=1e-2,
+    warmup=2,
+    max_length=16,
+    evaluate_every=6,
+    save_every=5,
+    lookahead=2,
+)
+
+
+def learn(model: Any, state: Path, **changes: Any) -> list[dict[str, float]]:
+    """Let a drafter of blocks learn four texts."""
+    family = model.config.model_type
+    rows = [replace(row, sampled=False) for row in rows_for(family, 4)]
+    settings_ = replace(LEARN, **changes)
+    curve = distill(model, families()[family], rows, rows, settings_, seed=1, state=state)
+    found = evaluate(model, rows, settings_, Costs(0.1))
+    assert found["emitted_per_round"] == curve[-1]["emitted_per_round"]
+    return curve
+
+
+def test_blocks_are_learned(tmp_path: Path) -> None:
+    """Texts that are learned by heart are drafted."""
+    # One layer each: deeper ones that normalise their sums learn slowly from random weights.
+    model = make_model("marian", encoder_layers=1, decoder_layers=1, dropout=0.0)
+    model = start_block_drafting(model, families()["marian"], SIZE, range(TINY_VOCAB - 1))
+    changes = {"steps": 160, "batch": 4, "lr": 3e-3, "label_smoothing": 0.0}
+    curve = learn(model, tmp_path / "state", evaluate_every=80, save_every=200, **changes)
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    assert curve[-1]["top1"] > 0.5
+    assert curve[-1]["emitted_per_round"] > 1.4
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_resumed_blocks_equal_ones_that_were_left_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, resumed = (drafter_of_blocks(family)[0] for _ in range(2))
+    curve = learn(whole, tmp_path / "whole")
+    step = TorchEngine.step
+
+    def killed(engine: TorchEngine) -> float:
+        if engine.steps_done == 8:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(TorchEngine, "step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        learn(drafter_of_blocks(family)[0], tmp_path / "killed")
+    monkeypatch.undo()
+    assert learn(resumed, tmp_path / "killed") == curve
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+
+
+def test_blocks_refuse_what_they_cannot_use() -> None:
+    with pytest.raises(RequestError, match="block_drafting is"):
+        Block.of(type("config", (), {"block_drafting": {"size": 0, "mask_id": 1}}))
+    for wrong in ({"on_policy": 0.5, "teacher": "live"}, {"train": "layers"}, {"lookahead": 9}):
+        with pytest.raises(ValueError, match="block"):
+            DistillSettings(block=BlockSettings(size=SIZE), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="label_smoothing"):
+        DistillSettings(label_smoothing=0.1)
+    with pytest.raises(ValueError, match="teacher live"):
+        DistillSettings(loss="sequence", teacher="live")
