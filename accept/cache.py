@@ -304,6 +304,36 @@ class CachedEncoderDecoder(CachedModel):
         self._encoded = self._encoded[index]
         self._heard = None if self._heard is None else self._heard[index]
 
+    def search_beams(self, start: Sequence[int], settings: Any) -> Tensor:
+        """Beam search by transformers for what the encoder has read; the cache stays as it is.
+
+        Args:
+            start: what the decoder of each row reads first.
+            settings: a `GenerationConfig` that alone counts, whatever the model's own says.
+
+        Returns:
+            Ids [B, T], the start's included.
+        """
+        from transformers.modeling_outputs import BaseModelOutput
+
+        own, rows = self.model.generation_config, len(self._encoded)
+        heard = self._heard
+        if heard is None:
+            heard = torch.ones(self._encoded.shape[:2], dtype=torch.long, device=self.device)
+        # What settings leave open would be taken from the model's own.
+        self.model.generation_config = settings
+        try:
+            found: Tensor = self.model.generate(
+                encoder_outputs=BaseModelOutput(last_hidden_state=self._encoded),
+                attention_mask=heard,
+                decoder_input_ids=torch.tensor([list(start)] * rows, device=self.device),
+                # Its own would count the layers of the wrong stack.
+                **{self._argument: _new_cache(cross=True)},
+            )
+        finally:
+            self.model.generation_config = own
+        return found
+
     def _encode(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
         """The encoder's states [B, S, H] and, where sources were padded, their mask [B, S]."""
         encoder = self.model.get_encoder()

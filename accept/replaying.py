@@ -111,13 +111,13 @@ def of_traces(
         )
     for split in ("validation", "train"):
         rows = store.rows(split)
-        if fitting := [row for row in rows if row.sampled is not warping.greedy]:
+        if fitting := [row for row in rows if (row.greedy if warping.greedy else row.sampled)]:
             break
     else:
-        kind = "greedy" if warping.greedy else "sampled"
+        kind, other = ("greedy", "sampling") if warping.greedy else ("sampled", "greedy")
         raise RequestError(
-            f"{store.folder}: holds no {kind} text; trace with another trace.sampled_share, or "
-            f"score with {'--verify sampling' if warping.greedy else '--verify greedy'}"
+            f"{store.folder}: holds no {kind} text; trace with another trace.sampled_share or "
+            f"trace.beams: 1, or score with --verify {other}"
         )
     return [_of_row(row, stop_ids, about.get("max_new_tokens")) for row in fitting]
 

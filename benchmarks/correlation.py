@@ -185,7 +185,7 @@ def corpus_texts(files: Sequence[str], tokenizer: Any, most: int) -> list[Text]:
 
 def greedy_texts(store: TraceStore, most: int) -> list[Text]:
     """Held-out answers that the target did not sample."""
-    rows = [row for row in store.rows("validation") if not row.sampled and len(row.answer)]
+    rows = [row for row in store.rows("validation") if row.greedy and len(row.answer)]
     return [
         Text(row.tokens[: row.prompt_length].tolist(), row.answer.tolist()) for row in rows[:most]
     ]

@@ -48,6 +48,15 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
+def encode_source(tokenizer: Any, text: str) -> list[int]:
+    """Ids for an encoder: with the EOS that its tokenizer adds, as it was trained.
+
+    None where there is nothing to read: no text, or signs that the tokenizer drops.
+    """
+    ids: list[int] = tokenizer(text)["input_ids"] if text.strip() else []
+    return ids if ids != tokenizer("")["input_ids"] else []
+
+
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Ids of a chat up to where the assistant begins; special tokens are the template's alone.
 
@@ -183,7 +192,7 @@ def read_prompts(
 
 def _encoded(row: Row, tokenizer: Any, encoder: bool = False) -> tuple[int, ...]:
     try:
-        ids = _source_ids(row, tokenizer) if encoder else _row_ids(row, tokenizer)
+        ids = _row_source(row, tokenizer) if encoder else _row_ids(row, tokenizer)
     except RequestError as error:
         raise RequestError(f"{row.place}: {error}") from None
     if not ids:
@@ -191,12 +200,10 @@ def _encoded(row: Row, tokenizer: Any, encoder: bool = False) -> tuple[int, ...]
     return tuple(ids)
 
 
-def _source_ids(row: Row, tokenizer: Any) -> list[int]:
-    """Ids for an encoder: with the EOS that its tokenizer adds, as it was trained."""
+def _row_source(row: Row, tokenizer: Any) -> list[int]:
     if not isinstance(row.content, str):
         raise RequestError("messages are for chats; an encoder reads one text, as `prompt`")
-    ids: list[int] = tokenizer(row.content)["input_ids"] if row.content.strip() else []
-    return ids
+    return encode_source(tokenizer, row.content)
 
 
 def _row_ids(row: Row, tokenizer: Any) -> list[int]:

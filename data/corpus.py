@@ -65,7 +65,7 @@ def read_rows(path: Path, counts: Counter[str]) -> Iterator[tuple[int, dict[str,
 
 
 def read_texts(
-    files: Sequence[Path], counts: Counter[str], text_key: str = "text"
+    files: Sequence[Path], counts: Counter[str], text_key: str = "text", blank: bool = False
 ) -> Iterator[str]:
     """Yield the usable texts of `files` in order.
 
@@ -73,20 +73,23 @@ def read_texts(
         files: data files, as from `corpus_files`.
         counts: filled with `rows` (used) and, by reason, the rows and files that were not.
         text_key: the field that holds the text.
+        blank: whether texts of nothing but space are usable.
     """
     for path in files:
         for _, row in read_rows(path, counts):
-            text = usable_text(row, text_key, counts)
+            text = usable_text(row, text_key, counts, blank)
             if text is not None:
                 yield text
 
 
-def usable_text(row: Mapping[str, Any], text_key: str, counts: Counter[str]) -> str | None:
+def usable_text(
+    row: Mapping[str, Any], text_key: str, counts: Counter[str], blank: bool = False
+) -> str | None:
     """The text of a row, or None where it has none that can be used; either is counted."""
     text = row.get(text_key)
     if not isinstance(text, str):
         counts["no_text"] += 1
-    elif not text.strip():
+    elif not (blank or text.strip()):
         counts["empty_text"] += 1
     elif not is_unicode(text):
         counts["not_unicode"] += 1
@@ -104,17 +107,17 @@ def count_rows(files: Sequence[Path], text_key: str = "text") -> Counter[str]:
     return counts
 
 
-def corpus_dataset(files: Sequence[Path], text_key: str = "text") -> Any:
+def corpus_dataset(files: Sequence[Path], text_key: str = "text", blank: bool = False) -> Any:
     """The texts as a `datasets.IterableDataset`, for shuffling, mixing and exact resuming."""
     from datasets import IterableDataset
 
     return IterableDataset.from_generator(
-        _examples, gen_kwargs={"files": list(files), "text_key": text_key}
+        _examples, gen_kwargs={"files": list(files), "text_key": text_key, "blank": blank}
     )
 
 
-def _examples(files: Sequence[Path], text_key: str) -> Iterator[dict[str, str]]:
-    for text in read_texts(files, Counter(), text_key):
+def _examples(files: Sequence[Path], text_key: str, blank: bool) -> Iterator[dict[str, str]]:
+    for text in read_texts(files, Counter(), text_key, blank):
         yield {"text": text}
 
 

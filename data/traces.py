@@ -11,6 +11,8 @@ A store is a folder of safetensors shards and an index. A shard holds rows one a
     top_logprobs    float16 [A, n]  and their log-probabilities at temperature 1
     sources         int32   [S]     what the encoder of an encoder–decoder read, of every row
     source_lengths  int32   [R]     tokens of each; both are left out without an encoder
+    beams           uint16  [R]     beams by which the answer was searched, 1: none; left out if all
+                                    are 1
     domains         uint16  [R]     what kind of prompt, as a number in the names that the shard's
                                     metadata hold (JSON under `domains`); left out if none has one
 """
@@ -18,7 +20,7 @@ A store is a folder of safetensors shards and an index. A shard holds rows one a
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -42,13 +44,14 @@ class TraceRow:
     Attributes:
         tokens: int32 [T], prompt and answer.
         prompt_length: tokens of the prompt; the answer has A = T - prompt_length.
-        sampled: whether the answer was sampled (else it is greedy).
+        sampled: whether the answer was sampled.
         logprobs: float32 [A].
         top_ids: [A, n] ids, likeliest first.
         top_logprobs: float16 [A, n].
         domain: what kind of prompt it is; empty if that isn't known.
         source: int32 [S], what the target's encoder read, if it has one; the prompt is then what
             its decoder began with.
+        beams: by so many the answer was searched; 1: it was not.
     """
 
     tokens: NDArray[np.int32]
@@ -59,11 +62,30 @@ class TraceRow:
     top_logprobs: NDArray[np.float16]
     domain: str = ""
     source: NDArray[np.int32] | None = None
+    beams: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token of the answer is the target's likeliest, as replay needs it."""
+        return not self.sampled and self.beams == 1
 
     @property
     def answer(self) -> NDArray[np.int32]:
         """The tokens that the target wrote."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def content(self) -> NDArray[np.int32]:
+        """By which it is held out: the source, which is known before it is answered; else all."""
+        return self.tokens if self.source is None else self.source
+
+    def is_empty(self, stop_ids: Container[int]) -> bool:
+        """Whether the target ended at once."""
+        return len(self.answer) == 1 and int(self.answer[0]) in stop_ids
+
+    def is_cut(self, stop_ids: Container[int]) -> bool:
+        """Whether the answer has no end."""
+        return int(self.answer[-1]) not in stop_ids
 
 
 @dataclass(frozen=True)
@@ -72,8 +94,8 @@ class RowKey:
 
     Attributes:
         answer_tokens: its length.
-        digest: of prompt and answer if it was drawn; of the prompt alone if it is greedy, since
-            its answer follows from that but for numeric ties.
+        digest: of prompt and answer if it was drawn; of the prompt and the number of beams else,
+            since the answer follows from those but for numeric ties.
     """
 
     answer_tokens: int = field(compare=False)
@@ -84,7 +106,8 @@ class RowKey:
         """The key of a row."""
         text = row.tokens if row.sampled else row.tokens[: row.prompt_length]
         read = b"" if row.source is None else row.source.tobytes()
-        digest = hashlib.blake2b(bytes([row.sampled]) + text.tobytes() + read, digest_size=16)
+        kind = np.array([row.sampled, row.beams], np.uint16).tobytes()
+        digest = hashlib.blake2b(kind + text.tobytes() + read, digest_size=16)
         return cls(len(row.answer), digest.digest())
 
 
@@ -123,6 +146,8 @@ def pack_rows(rows: Sequence[TraceRow]) -> dict[str, NDArray[Any]]:
     if sources:
         arrays["sources"] = np.concatenate(sources).astype(np.int32)
         arrays["source_lengths"] = np.array([len(s) for s in sources], np.int32)
+    if any(row.beams > 1 for row in rows):
+        arrays["beams"] = np.array([row.beams for row in rows], np.uint16)
     if (names := domain_names(rows)) != [""]:
         arrays["domains"] = np.array([names.index(r.domain) for r in rows], np.uint16)
     return arrays
@@ -143,12 +168,13 @@ def unpack_rows(
     if "sources" in arrays:
         ends = arrays["source_lengths"].cumsum()
         sources = list(np.split(arrays["sources"], ends[:-1]))
-    for length, prompt, sampled, domain, source in zip(
+    for length, prompt, sampled, domain, source, beams in zip(
         arrays["row_lengths"].tolist(),
         arrays["prompt_lengths"].tolist(),
         arrays["sampled"].tolist(),
         arrays.get("domains", np.zeros(rows, np.uint16)).tolist(),
         sources,
+        arrays.get("beams", np.ones(rows, np.uint16)).tolist(),
         strict=True,
     ):
         answers = slice(answer_at, answer_at + length - prompt)
@@ -161,6 +187,7 @@ def unpack_rows(
             top_logprobs=arrays["top_logprobs"][answers],
             domain=domains[domain],
             source=source,
+            beams=beams,
         )
         token_at += length
         answer_at = answers.stop
@@ -201,13 +228,25 @@ def read_shard(path: Path) -> list[TraceRow]:
 
 
 def write_index(folder: Path, numbers: Sequence[int], about: dict[str, Any]) -> None:
-    """Describe the shards `numbers`; `about` has at least `validation_share` and `top_n`."""
+    """Describe the shards `numbers`.
+
+    Args:
+        folder: of the store.
+        numbers: of its shards.
+        about: at least `validation_share` and `top_n`; with the `stop_ids` of an encoder–decoder
+            empty and cut answers are counted too.
+    """
     shards = []
+    stop_ids = about.get("stop_ids")
+    ends = {} if stop_ids is None else {"empty_answers": 0, "cut_answers": 0}
     domains: set[str] = set()
     for number in numbers:
         path = folder / shard_name(number)
         rows = read_shard(path)
         domains.update(domain_names(rows))
+        if stop_ids is not None:
+            ends["empty_answers"] += sum(row.is_empty(stop_ids) for row in rows)
+            ends["cut_answers"] += sum(row.is_cut(stop_ids) for row in rows)
         shards.append(
             Shard(
                 file=path.name,
@@ -222,6 +261,7 @@ def write_index(folder: Path, numbers: Sequence[int], about: dict[str, Any]) -> 
             "format": FORMAT,
             "version": VERSION,
             **about,
+            **ends,
             "domains": sorted(domains),
             "shards": [asdict(s) for s in shards],
         },
@@ -257,6 +297,8 @@ class TraceStore:
     def rows(self, split: Split) -> list[TraceRow]:
         """All rows of a split, checked against the index.
 
+        Empty answers to a source teach nothing, and are left out of training.
+
         Raises:
             DraftsmithError: a shard is missing, damaged, or not the one that was written.
         """
@@ -270,8 +312,14 @@ class TraceStore:
                 )
             rows += read_shard(path)
         share = float(self.about["validation_share"])
-        wanted = split == "validation"
-        return [row for row in rows if _held_out(row, share) is wanted]
+        if split == "validation":
+            return [row for row in rows if is_held_out(row.content, share)]
+        stop_ids = self.about.get("stop_ids", ())
+        return [
+            row
+            for row in rows
+            if not is_held_out(row.content, share) and not row.is_empty(stop_ids)
+        ]
 
     @property
     def answer_tokens(self) -> int:
@@ -290,10 +338,27 @@ class TraceStore:
         return sum(sizes) / max(1, self.answer_tokens)
 
 
-def _held_out(row: TraceRow, share: float) -> bool:
-    """Whether a row is for validation: by its content, so equal rows are never on both sides.
+def notes_on(about: Mapping[str, Any]) -> list[str]:
+    """What was counted of the sources and answers of an encoder–decoder, where it is not 0.
+
+    Args:
+        about: of a store.
+    """
+    left_out, most = about.get("left_out", {}), about.get("max_new_tokens")
+    counted = {
+        "sources are longer than the encoder can hold, and left out": left_out.get("too_long"),
+        "sources are empty, and left out": left_out.get("empty"),
+        "answers are empty, and left out of training": about.get("empty_answers"),
+        f"answers are cut at the limit of {most} tokens, and kept without an end": about.get(
+            "cut_answers"
+        ),
+    }
+    return [f"{count:,} {what}" for what, count in counted.items() if count]
+
+
+def is_held_out(content: NDArray[np.int32], share: float) -> bool:
+    """Whether a row is for validation: by its `content`, so equal rows are never on both sides.
 
     Nor are two answers to one source.
     """
-    content = row.tokens if row.source is None else row.source
     return zlib.crc32(content.tobytes()) < share * 2**32

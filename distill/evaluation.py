@@ -102,7 +102,7 @@ def evaluate(
 
 def _is_greedy(row: TraceRow, settings: DistillSettings) -> bool:
     """Whether a row can be replayed, and has an answer within the longest row."""
-    return not row.sampled and 0 < row.prompt_length < min(len(row.tokens), settings.max_length)
+    return row.greedy and 0 < row.prompt_length < min(len(row.tokens), settings.max_length)
 
 
 def _replay(model: Any, settings: DistillSettings) -> Callable[[TraceRow], Replayed]:

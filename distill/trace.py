@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.accept.cache import cached, padded_inputs
+from draftsmith.accept.cache import CachedEncoderDecoder, cached, padded_inputs
 from draftsmith.checkpoints.devices import compute_dtype, default_device
 from draftsmith.checkpoints.formats import ModelRef
 from draftsmith.checkpoints.generation import banned_ids, decoder_start, never_first, stop_ids
@@ -37,6 +38,7 @@ from draftsmith.data.chat import (
     Prompt,
     UserTurn,
     encode_chat,
+    encode_source,
     encode_text,
     read_prompts,
     user_turn,
@@ -49,6 +51,8 @@ from draftsmith.data.traces import (
     TraceRow,
     TraceStore,
     id_dtype,
+    is_held_out,
+    notes_on,
     read_shard,
     shard_name,
     write_index,
@@ -72,6 +76,7 @@ class Sample:
     sampled: bool
     domain: str = ""
     source: tuple[int, ...] | None = None
+    beams: int = 1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[Any] = field(default_factory=list)
@@ -88,6 +93,7 @@ class Sample:
             top_logprobs=np.stack(self.top_logprobs).astype(np.float16),
             domain=self.domain,
             source=None if self.source is None else np.array(self.source, np.int32),
+            beams=self.beams,
         )
 
 
@@ -156,7 +162,8 @@ class Writer:
         """Continue every sample in place until an id of `end` or `max_new_tokens`.
 
         Args:
-            samples: rows with prompts; `sampled` rows draw at `temperature`, the others are greedy.
+            samples: rows with prompts; `sampled` rows draw at `temperature`, those with `beams` are
+                searched, the others are greedy.
             max_new_tokens: most tokens of a row.
             temperature: of the sampled rows.
             generator: source of the draws, on the model's device.
@@ -165,7 +172,11 @@ class Writer:
             on_step: told how many tokens each step wrote.
         """
         device = self.device
-        active = list(samples)
+        if searched := [s for s in samples if s.beams > 1]:
+            self._search(searched, max_new_tokens, end, top_n, on_step)
+        active = [s for s in samples if s.beams == 1]
+        if not active:
+            return
         sources = [s.source for s in active if s.source is not None]
         self.model.reset(len(active) if sources else 1, sources)
         ids, mask, positions = (t.to(device) for t in self._padded(active))
@@ -191,8 +202,54 @@ class Writer:
             mask = torch.cat([mask, mask.new_ones(len(active), 1)], -1)
             positions = positions[:, -1:] + 1
 
+    def _search(
+        self,
+        samples: Sequence[Sample],
+        max_new_tokens: int,
+        end: frozenset[int],
+        top_n: int,
+        on_step: Callable[[int], None],
+    ) -> None:
+        """Answer sources by beam search, then ask what the target thinks of each token."""
+        from transformers import GenerationConfig
+
+        assert isinstance(self.model, CachedEncoderDecoder)
+        start, own = samples[0].prompt, self.model.model.generation_config
+        rows = shape_of(self.model.model.config, self.model.family).vocab
+        said = set(range(self.vocabulary.size)).difference(self.vocabulary.holes)
+        settings = GenerationConfig(
+            num_beams=samples[0].beams,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            length_penalty=own.length_penalty,
+            early_stopping=own.early_stopping,
+            suppress_tokens=sorted(set(range(rows)) - said) or None,
+            begin_suppress_tokens=self.never_first or None,
+            # Over the ids that may be said, as rows that are drawn.
+            renormalize_logits=True,
+            decoder_start_token_id=start[0],
+            eos_token_id=sorted(end) or None,
+            pad_token_id=self.pad_id,
+        )
+        self.model.reset(len(samples), [s.source for s in samples if s.source is not None])
+        found = self.model.search_beams(start, settings)
+        answers = [_until(row, end) for row in found[:, len(start) :].tolist()]
+        logits_BTV = self.model.feed(found[:, :-1])[:, len(start) - 1 :]
+        for sample, answer, logits_TV in zip(samples, answers, logits_BTV, strict=True):
+            logits = self.vocabulary.restrict(logits_TV[: len(answer)]).float()
+            logits[0, [i for i in self.never_first if i < logits.shape[-1]]] = -torch.inf
+            tokens = torch.tensor(answer, device=logits.device)
+            _record([sample] * len(answer), logits, tokens, 1.0, top_n)
+            on_step(len(answer))
+
     def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
         return padded_inputs([s.prompt for s in samples], self.pad_id)
+
+
+def _until(tokens: Sequence[int], end: Container[int]) -> list[int]:
+    """Tokens up to the first of `end`; what follows is padding."""
+    last = next((i for i, token in enumerate(tokens) if token in end), len(tokens))
+    return list(tokens[: last + 1])
 
 
 def _choose(
@@ -248,7 +305,8 @@ class Prompts:
 
     Attributes:
         longest: tokens of the longest prompt, or a bound of it.
-        too_long: sources that were passed over so far, since the encoder can't hold them.
+        left_out: sources that were passed over so far, by why: `too_long` for the encoder, or
+            `empty`.
     """
 
     def __init__(
@@ -279,7 +337,7 @@ class Prompts:
         self.data, self.batch, self.tokenizer, self.reads = data, batch, tokenizer, reads
         self.turn: UserTurn | None = user_turn(tokenizer) if data.source == "self" else None
         self._rows: Iterator[Prompt] = iter(())
-        self.too_long = 0
+        self.left_out = {"too_long": 0, "empty": 0}
         self.longest = data.prompt_tokens
         if data.source == "corpus":
             self._rows = self._beginnings(seed)
@@ -299,6 +357,11 @@ class Prompts:
         skipped = (number - self._next) * self.batch
         self._next = number + 1
         return list(itertools.islice(self._rows, skipped, skipped + self.batch))
+
+    def pass_over(self, batches: int | None) -> None:
+        """Read the first batches, or all there are, for what is left out on the way."""
+        most = None if batches is None else batches * self.batch
+        deque(itertools.islice(self._rows, most), maxlen=0)
 
     def _longest_turn(self) -> int:
         """A bound of self-written prompts: in the template, and cut into other tokens again."""
@@ -341,10 +404,10 @@ class Prompts:
         """The first tokens of shuffled texts, the files in turn."""
         from datasets import interleave_datasets
 
-        files = corpus_files(self.data.path)
+        files, encoder = corpus_files(self.data.path), self.reads is not None
         texts = interleave_datasets(
             [
-                corpus_dataset([f], self.data.text_key).map(
+                corpus_dataset([f], self.data.text_key, blank=encoder).map(
                     _with_domain, fn_kwargs={"domain": file_domain(f)}
                 )
                 for f in files
@@ -362,17 +425,22 @@ class Prompts:
     def _sources(self, texts: Iterable[Any], start: Sequence[int]) -> Iterator[Prompt]:
         """Whole texts, for an encoder."""
         for row in texts:
-            ids = self.tokenizer(row["text"])["input_ids"]
+            ids = encode_source(self.tokenizer, row["text"])
             yield Prompt("", tuple(start), row["domain"], tuple(ids))
 
     def _fitting(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """Those whose source the encoder can hold; a text that is cut would be another one."""
+        """Those whose source is no more than the encoder holds, and more than nothing.
+
+        A text that is cut would be another one.
+        """
         most = None if self.reads is None else self.reads.most
         for prompt in prompts:
-            if most is None or prompt.source is None or len(prompt.source) <= most:
-                yield prompt
+            if prompt.source == ():
+                self.left_out["empty"] += 1
+            elif most is not None and len(prompt.source or ()) > most:
+                self.left_out["too_long"] += 1
             else:
-                self.too_long += 1
+                yield prompt
 
 
 @dataclass(frozen=True)
@@ -455,12 +523,7 @@ def write_batch(
     if not usable:
         return []
     samples = [
-        Sample(
-            list(p.ids),
-            sampled=_share(number * settings.batch + i, settings.sampled_share),
-            domain=p.domain,
-            source=p.source,
-        )
+        _sample(p, _share(number * settings.batch + i, settings.sampled_share), settings)
         for i, p in enumerate(usable)
     ]
     writer.write(
@@ -474,6 +537,15 @@ def write_batch(
     )
     id_type = id_dtype(writer.vocabulary.size)
     return [s.row(id_type) for s in samples]
+
+
+def _sample(prompt: Prompt, sampled: bool, settings: TraceSettings) -> Sample:
+    """A row to write; what will be held out is greedy, for replay holds for no searched text."""
+    sample = Sample(list(prompt.ids), sampled, prompt.domain, prompt.source)
+    if settings.beams > 1 and not sampled:
+        content = np.array(prompt.source, np.int32)
+        sample.beams = 1 if is_held_out(content, settings.validation_share) else settings.beams
+    return sample
 
 
 def _share(number: int, share: float) -> bool:
@@ -509,13 +581,18 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
         if not _enough(done, job):
             engine.run(job, done, progress)
     numbers, total, _ = _needed(done, job)
+    ran_out = total < job.trace.tokens
+    # Read once more: neither a stop nor the number of workers changes what is counted.
+    prompts = job.prompts(tokenizer)
+    if encoder := prompts.reads is not None:
+        prompts.pass_over(None if ran_out else len(numbers))
     if not total:
         raise DraftsmithError(
             f"{target.spec}: no trace could be written; the target's answers were empty"
             if job.data.source == "self"
-            else f"{', '.join(job.data.path)}: no usable text ({_skipped(job)})"
+            else f"{', '.join(job.data.path)}: no usable text ({_skipped(job, prompts)})"
         )
-    if total < job.trace.tokens:
+    if ran_out:
         say(f"traces: the prompts ran out at {total} of {job.trace.tokens} tokens")
     numbers, duplicates = _without_duplicates(folder, [n for n in numbers if done[n]])
     if duplicates:
@@ -532,18 +609,32 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
             "top_n": job.trace.top_n,
             "max_new_tokens": job.trace.max_new_tokens,
             "temperature": job.trace.temperature,
+            "beams": job.trace.beams,
             "validation_share": job.trace.validation_share,
-        },
+        }
+        | (_of_encoder(job, prompts) if encoder else {}),
     )
     store = TraceStore(folder)
+    for note in notes_on(store.about):
+        say(f"traces: {note}")
     say(f"traces: {store.answer_tokens:,} answer tokens, {store.bytes_per_token:.0f} bytes each")
 
 
-def _skipped(job: Job) -> str:
-    """Why rows of a corpus are not used."""
-    data, reads = job.data, Reads.of(job.target)
-    if reads is not None and reads.most is not None:
-        return f"the encoder of {job.target.spec} holds sources of {reads.most} tokens at most"
+def _of_encoder(job: Job, prompts: Prompts) -> dict[str, Any]:
+    """What the index says of sources and answers of an encoder–decoder."""
+    ends = sorted(stop_ids(load_configs(job.target)))
+    return {"left_out": prompts.left_out, "stop_ids": ends}
+
+
+def _skipped(job: Job, prompts: Prompts) -> str:
+    """Why texts are not used."""
+    data, left_out = job.data, prompts.left_out
+    if any(left_out.values()):
+        most = None if prompts.reads is None else prompts.reads.most
+        return (
+            f"{left_out['too_long']} sources are longer than the {most} tokens that the encoder of "
+            f"{job.target.spec} holds, {left_out['empty']} are empty; give others"
+        )
     if data.source != "corpus":
         return "no prompt"
     counts = count_rows(corpus_files(data.path), data.text_key)
@@ -718,7 +809,7 @@ def _run_vllm(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> No
 
 def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> None:
     """Run workers until the store has its tokens or prompts run out; fills `done`."""
-    team, shown, too_long = _Team(job, sorted(done)), 0, 0
+    team, shown = _Team(job, sorted(done)), 0
     try:
         while team.active():
             progress.update(team.written.value - shown)
@@ -727,8 +818,7 @@ def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) ->
                 team.check()
                 time.sleep(_POLL_SECONDS)
                 continue
-            number, keys, problem, passed_over = team.finished.get()
-            too_long = max(too_long, passed_over)
+            number, keys, problem = team.finished.get()
             if problem:
                 raise DraftsmithError(f"{job.target.spec}: a trace worker failed: {problem}")
             done[number] = keys
@@ -738,8 +828,6 @@ def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) ->
         team.check()
     finally:
         team.end()
-        if too_long:
-            say(f"traces: {too_long} sources are longer than the encoder can hold, and left out")
 
 
 def _worker(
@@ -753,7 +841,7 @@ def _worker(
 ) -> None:
     """Write every `workers`-th batch that is not done yet.
 
-    Reports number and keys of each, a problem, and how many sources were too long so far.
+    Reports number and keys of each, or a problem.
     """
     # Ctrl-C is the parent's business; it ends the workers, which then tidy up behind themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -777,12 +865,12 @@ def _worker(
         writer = Writer(load_model(job.target, dtype=dtype), tokenizer)
         numbers = itertools.count(worker, workers)
         for number, keys in _batches(writer, prompts, job, numbers, done, count):
-            finished.put((number, keys, "", prompts.too_long))
+            finished.put((number, keys, ""))
             if stop.is_set():
                 return
     except Exception as error:  # told to the parent, which raises it
         name = "" if isinstance(error, DraftsmithError) else f"{type(error).__name__}: "
-        finished.put((-1, [], f"{name}{error}", 0))
+        finished.put((-1, [], f"{name}{error}"))
     finally:
         # Python prints what is raised while it ends.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

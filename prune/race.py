@@ -81,7 +81,7 @@ class Track:
         judged = [
             row
             for row in validation
-            if not row.sampled and row.prompt_length < min(len(row.tokens), settings.max_length)
+            if row.greedy and row.prompt_length < min(len(row.tokens), settings.max_length)
         ]
         if not judged:
             raise DraftsmithError(

@@ -16,7 +16,7 @@ from draftsmith.checkpoints.inspection import inspect_checkpoint, inspect_pair
 from draftsmith.checkpoints.pair import check_pair
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.files import PARTIAL
-from draftsmith.data.traces import INDEX, TraceStore
+from draftsmith.data.traces import INDEX, TraceStore, notes_on
 from draftsmith.errors import RequestError
 from draftsmith.prune.compact import read_masks
 from draftsmith.prune.plots import check_plot_file, plot_trajectory
@@ -245,6 +245,7 @@ def _traces(path: Path) -> Plain:
         "validation_rows": len(validation),
         "answer_tokens": store.answer_tokens,
         "sampled_rows": sum(row.sampled for row in rows),
+        "searched_rows": sum(row.beams > 1 for row in rows),
         "bytes": sum((path / shard.file).stat().st_size for shard in store.shards),
         "bytes_per_token": store.bytes_per_token,
         "shards": len(store.shards),
@@ -468,16 +469,22 @@ def _show_traces(found: Mapping[str, Any]) -> Iterator[Any]:
         "traces",
         {
             "rows": f"{found['rows']:,}, {found['validation_rows']:,} of them for validation, "
-            f"{found['sampled_rows']:,} sampled",
+            f"{found['sampled_rows']:,} sampled{_searched(found)}",
             "answer tokens": f"{found['answer_tokens']:,}",
             "teacher signal": f"top {found['top_n']} log-probabilities, "
             f"{found['bytes_per_token']:.0f} bytes a token",
             "stored as": f"{found['shards']} shards, {found['bytes'] / 2**20:,.1f} MiB",
         }
+        | ({"counted": "; ".join(notes)} if (notes := notes_on(found)) else {})
         | _origin(found),
     )
     if len(found["domains"]) > 1:
         yield _domains(found["answer_tokens_by_domain"], found["answer_tokens"])
+
+
+def _searched(found: Mapping[str, Any]) -> str:
+    count = found["searched_rows"]
+    return f", {count:,} by {found['beams']} beams" if count else ""
 
 
 def _domains(tokens: Mapping[str, int], total: int) -> Any:

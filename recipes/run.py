@@ -196,6 +196,11 @@ def check(run: Run) -> Shape:
         )
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
+    if (beams := run.recipe.trace.beams) > 1 and not target_family.has_encoder:
+        raise RequestError(
+            f"recipe.trace.beams: {beams}: {run.target.spec} is no encoder–decoder, and only those "
+            "search beams; leave it out"
+        )
     _check_distill(run, config, family, target.config, target_family)
     score = run.recipe.score
     prompts = prompts_for(run.target, target, run.tokenizer, score)

@@ -106,6 +106,15 @@ class TraceSettings:
     ] = 0
 
     @model_validator(mode="after")
+    def _vllm_searches_no_beams(self) -> "TraceSettings":
+        if self.engine == "vllm" and self.beams > 1:
+            raise ValueError(
+                f"beams {self.beams}: engine vllm writes answers token by token; set engine: "
+                "transformers, or leave beams out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _vllm_knows_one_temperature(self) -> "TraceSettings":
         if self.engine == "vllm" and self.sampled_share and self.temperature != 1.0:
             raise ValueError(
