@@ -304,15 +304,16 @@ class CachedEncoderDecoder(CachedModel):
         self._encoded = self._encoded[index]
         self._heard = None if self._heard is None else self._heard[index]
 
-    def search_beams(self, start: Sequence[int], settings: Any) -> Tensor:
+    def search_beams(self, start: Sequence[int], settings: Any) -> list[list[int]]:
         """Beam search by transformers for what the encoder has read; the cache stays as it is.
 
         Args:
             start: what the decoder of each row reads first.
-            settings: a `GenerationConfig` that alone counts, whatever the model's own says.
+            settings: a `GenerationConfig` that alone counts, whatever the model's own says, with a
+                list of ids that end a text.
 
         Returns:
-            Ids [B, T], the start's included.
+            Of each row, the ids after the start, up to an end if there is one.
         """
         from transformers.modeling_outputs import BaseModelOutput
 
@@ -323,7 +324,7 @@ class CachedEncoderDecoder(CachedModel):
         # What settings leave open would be taken from the model's own.
         self.model.generation_config = settings
         try:
-            found: Tensor = self.model.generate(
+            found = self.model.generate(
                 encoder_outputs=BaseModelOutput(last_hidden_state=self._encoded),
                 attention_mask=heard,
                 decoder_input_ids=torch.tensor([list(start)] * rows, device=self.device),
@@ -332,7 +333,8 @@ class CachedEncoderDecoder(CachedModel):
             )
         finally:
             self.model.generation_config = own
-        return found
+        ends = settings.eos_token_id or ()
+        return [_until(row, ends) for row in found[:, len(start) :].tolist()]
 
     def _encode(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
         """The encoder's states [B, S, H] and, where sources were padded, their mask [B, S]."""
@@ -404,6 +406,12 @@ def _new_cache(cross: bool = False) -> Any:
 def _own_layers(cache: Any) -> Any:
     """The layers whose slots grow with the text."""
     return getattr(cache, "self_attention_cache", cache).layers
+
+
+def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Up to the first end, after which there is padding."""
+    last = next((place for place, i in enumerate(ids) if i in ends), len(ids))
+    return ids[: last + 1]
 
 
 def _same(some: Sequence[Source], others: Sequence[Source]) -> bool:

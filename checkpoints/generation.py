@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import DraftsmithError, RequestError
@@ -115,6 +115,47 @@ def decoder_start(model: Any) -> list[int]:
     forced = [i for _, i in sorted(getattr(config, "forced_decoder_ids", None) or ())]
     first_word = sorted(_ids(config, "forced_bos_token_id"))
     return [begin, *(forced or first_word)]
+
+
+def beam_settings(
+    model: Any,
+    beams: int,
+    max_new_tokens: int,
+    *,
+    said: Collection[int],
+    start: Sequence[int],
+    end: Collection[int],
+) -> Any:
+    """A `GenerationConfig` of beam search with the bans of greedy decoding, and no other.
+
+    How a search values length and when it stops are the model's own.
+
+    Args:
+        model: that searches.
+        beams: of the search.
+        max_new_tokens: most tokens of a text.
+        said: ids that may be said.
+        start: what the decoder reads first.
+        end: ids that end a text.
+    """
+    from transformers import GenerationConfig
+
+    own, rows = model.generation_config, model.get_output_embeddings().weight.shape[0]
+    return GenerationConfig(
+        num_beams=beams,
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        length_penalty=own.length_penalty,
+        early_stopping=own.early_stopping,
+        suppress_tokens=sorted(set(range(rows)).difference(said)) or None,
+        begin_suppress_tokens=sorted(never_first(model)) or None,
+        # Over the ids that may be said, as greedy decoding and sampling.
+        renormalize_logits=True,
+        decoder_start_token_id=start[0],
+        eos_token_id=sorted(end) or None,
+        # Behind an end, where nothing is read.
+        pad_token_id=0,
+    )
 
 
 def _ids(config: Any, name: str) -> set[int]:

@@ -24,7 +24,13 @@ from torch import Tensor
 from draftsmith.accept.cache import CachedEncoderDecoder, cached, padded_inputs
 from draftsmith.checkpoints.devices import compute_dtype, default_device
 from draftsmith.checkpoints.formats import ModelRef
-from draftsmith.checkpoints.generation import banned_ids, decoder_start, never_first, stop_ids
+from draftsmith.checkpoints.generation import (
+    banned_ids,
+    beam_settings,
+    decoder_start,
+    never_first,
+    stop_ids,
+)
 from draftsmith.checkpoints.loading import (
     describe,
     load_configs,
@@ -211,32 +217,21 @@ class Writer:
         on_step: Callable[[int], None],
     ) -> None:
         """Answer sources by beam search, then ask what the target thinks of each token."""
-        from transformers import GenerationConfig
-
         assert isinstance(self.model, CachedEncoderDecoder)
-        start, own = samples[0].prompt, self.model.model.generation_config
-        rows = shape_of(self.model.model.config, self.model.family).vocab
-        said = set(range(self.vocabulary.size)).difference(self.vocabulary.holes)
-        settings = GenerationConfig(
-            num_beams=samples[0].beams,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            length_penalty=own.length_penalty,
-            early_stopping=own.early_stopping,
-            suppress_tokens=sorted(set(range(rows)) - said) or None,
-            begin_suppress_tokens=self.never_first or None,
-            # Over the ids that may be said, as rows that are drawn.
-            renormalize_logits=True,
-            decoder_start_token_id=start[0],
-            eos_token_id=sorted(end) or None,
-            pad_token_id=self.pad_id,
+        start = samples[0].prompt
+        settings = beam_settings(
+            self.model.model,
+            samples[0].beams,
+            max_new_tokens,
+            said=set(range(self.vocabulary.size)).difference(self.vocabulary.holes),
+            start=start,
+            end=end,
         )
         self.model.reset(len(samples), [s.source for s in samples if s.source is not None])
-        found = self.model.search_beams(start, settings)
-        answers = [_until(row, end) for row in found[:, len(start) :].tolist()]
-        logits_BTV = self.model.feed(found[:, :-1])[:, len(start) - 1 :]
-        for sample, answer, logits_TV in zip(samples, answers, logits_BTV, strict=True):
-            logits = self.vocabulary.restrict(logits_TV[: len(answer)]).float()
+        answers = self.model.search_beams(start, settings)
+        said = self.model.feed_rows([[*start, *answer[:-1]] for answer in answers])
+        for sample, answer, logits_TV in zip(samples, answers, said, strict=True):
+            logits = self.vocabulary.restrict(logits_TV[len(start) - 1 :]).float()
             logits[0, [i for i in self.never_first if i < logits.shape[-1]]] = -torch.inf
             tokens = torch.tensor(answer, device=logits.device)
             _record([sample] * len(answer), logits, tokens, 1.0, top_n)
@@ -244,12 +239,6 @@ class Writer:
 
     def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
         return padded_inputs([s.prompt for s in samples], self.pad_id)
-
-
-def _until(tokens: Sequence[int], end: Container[int]) -> list[int]:
-    """Tokens up to the first of `end`; what follows is padding."""
-    last = next((i for i, token in enumerate(tokens) if token in end), len(tokens))
-    return list(tokens[: last + 1])
 
 
 def _choose(
