@@ -323,7 +323,7 @@ def test_replay_passes_over_searched_texts(counted: Path) -> None:
 
 def test_learning_is_not_judged_by_searched_texts() -> None:
     from draftsmith.checkpoints.families import families
-    from draftsmith.distill.train import Costs, evaluate
+    from draftsmith.distill.evaluation import Costs, evaluate
     from draftsmith.prune.race import Track
     from draftsmith.recipes.schema import DistillSettings, PruneSettings
 
