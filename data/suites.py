@@ -69,6 +69,8 @@ FORMATS = (
     Format(("article", "highlights"), "Summarize:\n{article}"),
     # XSum
     Format(("document", "summary"), "Summarize in one sentence:\n{document}"),
+    # Pairs of sentences, of which a translator reads the first
+    Format(("source", "target"), "{source}", plain=True),
     # GSM8K
     Format(("question", "answer"), "{question}"),
 )
