@@ -13,10 +13,9 @@ from draftsmith.data.progress import Progress
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, BatchStream
 from draftsmith.distill.engine import freeze_all_but
-from draftsmith.distill.head_loss import HeadLoss, LossHead
-from draftsmith.distill.losses import Traces, make_loss
+from draftsmith.distill.losses import Labels, Signal
 from draftsmith.distill.states import hidden_at_answers
-from draftsmith.distill.train import mean_over_step, training_engine
+from draftsmith.distill.train import loss_head, mean_over_step, training_engine
 from draftsmith.recipes.schema import DistillSettings
 
 
@@ -54,16 +53,8 @@ class HeadsStudent(nn.Module):
         super().__init__()
         freeze_all_but(model, ())
         self.model, self.heads, self._dtype = model.eval(), heads, dtype
-        self._of_tokens = settings.loss == "sequence"
-        name = "cross_entropy" if self._of_tokens else settings.loss
-        loss = make_loss(
-            name,
-            cross_entropy_share=settings.cross_entropy,
-            temperature=settings.temperature,
-            beta=settings.beta,
-            alpha=settings.alpha,
-        )
-        self.loss = LossHead.of(model, HeadLoss(loss))
+        self._settings = settings
+        self.loss = loss_head(model, (), settings)
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the loss over `pairs(batch)`."""
@@ -71,14 +62,18 @@ class HeadsStudent(nn.Module):
         with autocast(self.model, self._dtype):
             with torch.no_grad():
                 hidden_AH = hidden_at_answers(self.model, batch)
-            said = batch.traces
-            if self._of_tokens:
-                said = Traces.of_labels(batch.labels)
             total = hidden_AH.new_zeros(())
             for distance, states_AH in enumerate(self.heads(hidden_AH).unbind(-2), start=1):
                 places = ahead(batch, distance)
-                total = total + self.loss(states_AH[places], said[places + distance])
+                signal = self._signal(batch, places + distance)
+                total = total + self.loss(states_AH[places], signal)
             return total
+
+    def _signal(self, batch: Batch, places: Tensor) -> Signal:
+        """What the traces say at some of the answer positions."""
+        if self._settings.loss == "sequence":
+            return Labels(batch.labels[places], self._settings.label_smoothing)
+        return batch.traces[places]
 
     def pairs(self, batch: Batch) -> int:
         """Pairs of a head and a position that learn from a batch."""
