@@ -120,7 +120,8 @@ def check_pair(target: ModelRef, drafter: ModelRef) -> PairCheck:
     )
     if not target_family.one_vocabulary(target_config):
         # The tokenizers agree on what is read; what is written has ids of its own.
-        shared = SharedVocabulary(min(target_shape.vocab, drafter_rows))
+        _check_written(target, target_shape.vocab, drafter, drafter_rows)
+        shared = SharedVocabulary(target_shape.vocab)
     if token_map is not None:
         shared = _shared(set(token_map.target_ids) - set(shared.holes), shared.size)
     contexts = (
@@ -179,12 +180,27 @@ def _check_inputs(
             f"{target.spec} ({target_family.name}) and {drafter.spec} ({drafter_family.name}) "
             "read different inputs; a drafter must read what its target reads"
         )
+    if target_family.one_vocabulary(target_config) != drafter_family.one_vocabulary(drafter_config):
+        raise RequestError(
+            f"of {target.spec} and {drafter.spec}, one writes the tokens that it reads and the "
+            "other has a vocabulary for each; cut the drafter from the target or a sibling"
+        )
     bins = target_family.config.mel_bins
     if bins and getattr(target_config, bins) != getattr(drafter_config, bins):
         raise RequestError(
             f"{bins}: {target.spec} hears {getattr(target_config, bins)} bands, {drafter.spec} "
             f"{getattr(drafter_config, bins)}; cut the drafter from the target or a sibling that "
             "hears alike"
+        )
+
+
+def _check_written(target: ModelRef, rows: int, drafter: ModelRef, drafter_rows: int) -> None:
+    """Refuse vocabularies of what is written that can't be the same."""
+    if rows != drafter_rows:
+        raise RequestError(
+            f"{target.spec} writes in a vocabulary of its own with {rows} tokens, {drafter.spec} "
+            f"in one of {drafter_rows}; cut the drafter from the target or a sibling that writes "
+            "the same"
         )
 
 

@@ -194,6 +194,7 @@ def check(run: Run) -> Shape:
         check_tokenizer_rows(
             run.tokenizer, tokenizer_rows(config, family, source.vocab), run.source.spec
         )
+        _check_places(run, context_of(config, family), context_of(target.config, target_family))
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
     if (beams := run.recipe.trace.beams) > 1 and not target_family.has_encoder:
@@ -238,6 +239,20 @@ def _check_encoder_decoder(run: Run, family: Family) -> None:
         raise RequestError(
             f"recipe.{found}: {run.source.spec} is an encoder–decoder ({family.name}), for which "
             "there is no such thing yet; leave it out (data.source: corpus or prompts gives texts)"
+        )
+
+
+def _check_places(run: Run, own: int | None, target: int | None) -> None:
+    """Refuse a source that can't learn all that its target reads and writes.
+
+    Decoders alone have no table of places that could end.
+    """
+    family, _ = describe(load_config(run.source), run.source)
+    if family.has_encoder and own is not None and (target is None or own < target):
+        raise RequestError(
+            f"recipe.source: {run.source.spec} tells {own} positions apart and {run.target.spec} "
+            f"{target or 'any number'}, so it can't learn from all of its texts; give a source "
+            "with as many"
         )
 
 
