@@ -24,6 +24,7 @@ from draftsmith.prune.masks import LearnableMasks, mask_shape
 Scores = dict[Axis, Tensor]
 # What `watched` scores.
 WATCHED: tuple[Axis, ...] = ("layers", "kv_heads", "heads_per_group", "ffn", "hidden")
+STACKS: tuple[Axis, ...] = ("layers", "encoder_layers")
 # Batches of traces over which activations are averaged.
 CALIBRATION_BATCHES = 16
 # Tells these draws from others of the same seed.
@@ -45,10 +46,11 @@ def select_by_position(method: str, source: Shape, drafter: Shape) -> Selection:
         axis: direction * torch.arange(getattr(source, axis)).expand(mask_shape(axis, source))
         for axis in changed_axes(source, drafter)
     }
-    if method == "uniform" and "layers" in scores:
+    for axis in scores.keys() & set(STACKS) if method == "uniform" else ():
         # First and last always stay: they read the embeddings and write for the head.
-        spread = torch.linspace(0, source.layers - 1, drafter.layers).round().long()
-        scores["layers"] = torch.zeros(source.layers).index_fill(0, spread, 1.0)
+        most = getattr(source, axis)
+        spread = torch.linspace(0, most - 1, getattr(drafter, axis)).round().long()
+        scores[axis] = torch.zeros(most).index_fill(0, spread, 1.0)
     return select(scores, source, drafter)
 
 
@@ -102,7 +104,7 @@ def check_method(method: str, source: Shape, drafter: Shape) -> None:
     """Refuse a method that can't cut to a shape.
 
     Raises:
-        RequestError: `block-influence` is asked to cut widths, `importance` an encoder's.
+        RequestError: `block-influence` is asked to cut widths, or either an encoder.
     """
     changed = changed_axes(source, drafter)
     if method == "importance" and (other := [axis for axis in changed if axis not in WATCHED]):
@@ -110,11 +112,10 @@ def check_method(method: str, source: Shape, drafter: Shape) -> None:
             f"recipe.prune.method: importance: it looks at {', '.join(WATCHED)}, but the shape "
             f"cuts {', '.join(other)} as well; use masks"
         )
-    widths = [axis for axis in changed if "layers" not in axis]
-    if method == "block-influence" and widths:
+    if method == "block-influence" and (other := [axis for axis in changed if axis != "layers"]):
         raise RequestError(
             f"recipe.prune.method: block-influence: it ranks layers, but the shape cuts "
-            f"{', '.join(widths)} as well; use importance"
+            f"{', '.join(other)} as well; use {'importance' if {*other} <= {*WATCHED} else 'masks'}"
         )
 
 

@@ -284,6 +284,44 @@ def test_importance_is_refused_where_it_does_not_look(recipe: Path, tmp_path: Pa
         check(run)
 
 
+ENCODER_SHAPE = "prune.shape={layers: 2, ffn: 32, encoder_layers: 2, encoder_ffn: 32}"
+
+
+@pytest.mark.parametrize("method", ["masks", "first", "last", "uniform", "random"])
+def test_the_encoder_is_cut_too(
+    method: str, recipe: Path, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By learned masks, and by what looks at nothing; an even choice is even in both stacks."""
+    from draftsmith.data.traces import write_index, write_shard
+    from draftsmith.prune.compact import read_masks
+
+    def few_traces(recipe: Any, target: Any, folder: Path) -> None:
+        write_shard(folder, 0, [row_of(4 + i, 3 + i, seed=i) for i in range(8)])
+        write_index(folder, [0], {"validation_share": 0.0, "top_n": 8})
+
+    monkeypatch.setattr("draftsmith.distill.trace.write_traces", few_traces)
+    overrides = [ENCODER_SHAPE, f"prune.method={method}", "prune.steps=6", "prune.warmup=2"]
+    run = Run(load(str(recipe), [*overrides, "distill.train=all"]), tmp_path / "out")
+    run_stages(run, ("trace", "prune"))
+    family = families()[target.config.model_type]
+    shape = shape_of(load_config(resolve(str(run.folder("pruned")))), family)
+    assert (shape.layers, shape.ffn, shape.encoder_layers, shape.encoder_ffn) == (2, 32, 2, 32)
+    kept = read_masks(run.folder("pruned") / "masks.json").selection
+    if method in ("uniform", "last"):
+        assert kept.layers == ((0, 3) if method == "uniform" else (2, 3))
+        assert kept.encoder_layers == ((0, 2) if method == "uniform" else (1, 2))
+
+
+@pytest.mark.parametrize("method", ["block-influence", "importance"])
+def test_activations_choose_nothing_of_an_encoder(
+    method: str, recipe: Path, tmp_path: Path
+) -> None:
+    shape = "prune.shape={layers: 2, encoder_layers: 2}"
+    run = Run(load(str(recipe), [shape, f"prune.method={method}"]), tmp_path / "out")
+    with pytest.raises(RequestError, match=rf"{method}: .* encoder_layers as well; use masks"):
+        check(run)
+
+
 def test_blank_texts_are_no_sources(recipe: Path, tmp_path: Path) -> None:
     blank = tmp_path / "blank.jsonl"
     blank.write_text('{"source": "   "}\n{"source": ""}\n{"source": "she has nine"}\n')
