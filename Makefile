@@ -103,7 +103,7 @@ test-oldest: $(OLDEST)/installed
 	  tests/unit/test_batch.py tests/unit/test_verify.py tests/unit/test_score.py \
 	  tests/unit/test_encoder_decoder.py tests/unit/test_replaying.py tests/unit/test_lora.py \
 	  tests/unit/test_best.py tests/unit/test_rounds.py tests/unit/test_teacher.py \
-	  tests/unit/test_baselines.py
+	  tests/unit/test_baselines.py tests/unit/test_seq2seq_traces.py
 
 test-wheel: $(VENV)/installed-dev
 	rm -rf build dist
