@@ -51,7 +51,7 @@ def test_top_beta_is_marked_lossy_and_says_how_lossy(
     assert 0.0 < quality["token_identity"] < 1.0
     assert 0.0 <= quality["rouge_l"] <= 1.0
     assert plain["decode"][0]["acceptance_rate"] > scored(batch=batch).decode[0].acceptance_rate
-    assert "LOSSY: top_beta)" in shown(score)
+    assert "LOSSY: top_beta" in shown(score)
     assert plain["verdict"]["text"].startswith("LOSSY: the output is not the target's own.")
 
 
