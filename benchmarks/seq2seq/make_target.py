@@ -47,7 +47,8 @@ from common import report
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "draftsmith"
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
-MOST_TOKENS = 128
+# Longer pairs are not learned; longer sources can be read.
+MOST_TOKENS, POSITIONS = 128, 256
 
 
 def target_folder(encoder_layers: int, decoder_layers: int) -> Path:
@@ -82,7 +83,7 @@ def make_tokenizer(pairs: Sequence[dict[str, str]], vocabulary: int) -> PreTrain
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
-        model_max_length=MOST_TOKENS,
+        model_max_length=POSITIONS,
     )
 
 
@@ -101,7 +102,7 @@ def make_model(args: argparse.Namespace, tokenizer: Any) -> MarianMTModel:
         decoder_ffn_dim=4 * args.width,
         activation_function="relu",
         dropout=0.1,
-        max_position_embeddings=MOST_TOKENS,
+        max_position_embeddings=POSITIONS,
         scale_embedding=True,
         pad_token_id=pad,
         eos_token_id=end,
@@ -128,20 +129,38 @@ def encode(pairs: Sequence[dict[str, str]], tokenizer: Any) -> list[dict[str, li
 
 
 class StopAfter(TrainerCallback):
-    """Ends training when its minutes are over, so that a slow machine has an end too."""
+    """Ends training when its minutes are over, so that a slow machine has an end too.
 
-    def __init__(self, minutes: float) -> None:
-        self._end = time.monotonic() + 60 * minutes
+    Attributes:
+        spent: minutes of training so far, those before a restart included.
+    """
+
+    def __init__(self, minutes: float, file: Path) -> None:
+        """Go on from what `file` says; it is written with every checkpoint."""
+        self._minutes, self._file = minutes, file
+        self._before = float(json.loads(file.read_text())) if file.is_file() else 0.0
+        self._start = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """See above."""
+        return self._before + (time.monotonic() - self._start) / 60
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by the trainer."""
-        if time.monotonic() > self._end:
+        if self.spent > self._minutes:
             control.should_save = control.should_training_stop = True
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by the trainer."""
+        write_json(self._file, self.spent)
 
-def train(args: argparse.Namespace, tokenizer: Any, work: Path) -> tuple[MarianMTModel, Any]:
-    """Train to the last step, or for so many minutes."""
-    model = make_model(args, tokenizer)
+
+def train(
+    args: argparse.Namespace, tokenizer: Any, work: Path
+) -> tuple[MarianMTModel, dict[str, Any]]:
+    """Train to the last step, or for so many minutes; the model, its steps and minutes."""
+    model, clock = make_model(args, tokenizer), StopAfter(args.minutes, work / "minutes.json")
     trainer = Seq2SeqTrainer(
         model,
         Seq2SeqTrainingArguments(
@@ -165,11 +184,11 @@ def train(args: argparse.Namespace, tokenizer: Any, work: Path) -> tuple[MarianM
         train_dataset=encode(read_pairs(args.train), tokenizer),
         data_collator=DataCollatorForSeq2Seq(tokenizer, model),
         processing_class=tokenizer,
-        callbacks=[StopAfter(args.minutes)],
+        callbacks=[clock],
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(work)))
     model.eval()
-    return model, trainer.state
+    return model, {"steps": trainer.state.global_step, "minutes": clock.spent}
 
 
 @torch.inference_mode()
@@ -213,9 +232,7 @@ def main() -> None:
     if not out.exists():
         work = out.with_name(out.name + ".partial")
         tokenizer = make_tokenizer(read_pairs(args.train), args.vocabulary)
-        start = time.monotonic()
-        model, state = train(args, tokenizer, work / "checkpoints")
-        minutes = (time.monotonic() - start) / 60
+        model, effort = train(args, tokenizer, work / "checkpoints")
         pairs = read_pairs(args.test)
         references = [[p["target"] for p in pairs]]
         bleu = {
@@ -227,8 +244,7 @@ def main() -> None:
         finished = work / "model"
         model.save_pretrained(finished)
         tokenizer.save_pretrained(finished)
-        quality = {**bleu, "steps": state.global_step, "minutes": minutes, "pairs": len(pairs)}
-        write_json(finished / "quality.json", quality)
+        write_json(finished / "quality.json", {**bleu, **effort, "pairs": len(pairs)})
         publish(finished, out)
     report({"target": str(out), **json.loads((out / "quality.json").read_text())})
 
