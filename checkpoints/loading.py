@@ -83,8 +83,8 @@ def require_decoder(family: Family, place: str) -> None:
     """
     if family.has_encoder:
         raise RequestError(
-            f"{place}: {family.name} is an encoder–decoder; recipes run for it, but `plan` and "
-            "`profile` are for decoders alone"
+            f"{place}: {family.name} is an encoder–decoder; recipes run for it and `plan` plans "
+            "them, but `profile` is for decoders alone"
         )
 
 

@@ -366,6 +366,9 @@ def _whole(path: Path, mark: dict[str, Any]) -> bool:
 def learns(name: str, family: Family, settings: DistillSettings) -> bool:
     """Whether a parameter is among those that a recipe trains, where it has no adapters."""
     template = template_of(name)[0]
+    if template in family.rebuilt:
+        # What a checkpoint need not hold would be lost with it.
+        return False
     if settings.train == "decoder":
         decoder = next(stack for stack in family.stacks if stack.layers == "layers")
         own = (decoder.block, *decoder.norms)

@@ -3,30 +3,13 @@
 **What stays.** Weights are float32 (4 bytes), AdamW keeps two more float32 values for each that
 learns, a gradient is one more.
 
-**What autograd keeps** of each token in a gated pre-norm block of width H, with Q = query heads x
-head_dim, K = KV heads x head_dim, FFN width F, float32 weights and attention by SDPA:
+**What autograd keeps** of each token in a block is in distill/activations.py. With activation
+checkpointing only the block inputs are kept, and one block at a time anew. Outside of blocks: the
+last norm, and the hidden states at the answers. Pruning runs the whole source.
 
-    every norm        its input (H) and 1/rms (1); the normed values (H) if its gain learns
-    q, k, v, gate, up their input (H): one tensor for all that read it; under autocast each
-                      projection keeps a cast of its own, in half precision
-    norms of q and k  inputs, normed values and 1/rms, over Q + K
-    SDPA              q, k, v and output (4 Q: a batch with padding has a mask, and for a mask keys
-                      and values are repeated for every query head), log-sum-exp (one a query head),
-                      and the mask as numbers (a row of T)
-    FFN               gate, its activation, up (3 F), and the input of the down projection (F)
-
-Residual additions and rotary embeddings keep nothing of their own. What a frozen projection reads
-is not kept; an adapter keeps what it reads, and its `rank` values between its two factors. Under
-autocast the residual stream, and what norms keep, stays float32; the rest is half precision, and
-a half-precision copy of every projection's weight lives until the backward pass has used it. With
-activation checkpointing only the block inputs (H) are kept, and one block at a time anew. Outside
-of blocks: the last norm, and the hidden states at the answers.
-
-**What masks add.** Pruning runs the whole source. A mask keeps its product with what it acts on,
-for each token: on heads Q; on the FFN F; on the residual stream, after every norm, H; of a whole
-block H, what the block added, or 2 H, if attention and FFN are cut apart. What a projection that
-learns reads, it keeps itself: there the products on the FFN cost nothing and, in float32, those
-after norms neither.
+**An encoder** keeps as much of its own tokens where it learns, or what stands before it does, and
+its output in any case. One that stays as it is keeps nothing else. The decoder's cross-attention
+keeps keys and values of every token of a row's source.
 
 **When it is the most** is one of a few moments of a step, see `moments`. Each is derived by adding
 up what is alive then; benchmarks/plan_memory.py compares the largest with measured peaks.
@@ -37,14 +20,23 @@ bucket of DeepSpeed's default size; stage 3 cuts the weights, but keeps up to it
 gathered parameters alive.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
-from draftsmith.checkpoints.families.base import DIMENSIONS, WITHIN, Axis, Family, template_of
-from draftsmith.checkpoints.layout import Layout, layout_of
+from draftsmith.checkpoints.families.base import (
+    DIMENSIONS,
+    WITHIN,
+    Axis,
+    Family,
+    Stack,
+    template_of,
+)
+from draftsmith.checkpoints.layout import layout_of
 from draftsmith.checkpoints.shape import Shape, shape_of
+from draftsmith.distill.activations import FLOAT, Block, block_of, in_block, masked_block
 from draftsmith.distill.deepspeed_engine import WHOLE_BELOW
 from draftsmith.distill.engine import learns
 from draftsmith.distill.head_loss import chunk_tokens
@@ -52,41 +44,16 @@ from draftsmith.distill.losses import TargetLogits, Traces
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import DistillSettings
 
-# Bytes of a float32.
-FLOAT = 4
+# Axes whose masks let gradients into an encoder.
+ENCODER_AXES: frozenset[Axis] = frozenset(
+    {"encoder_layers", "encoder_heads", "encoder_ffn", "hidden"}
+)
 # DeepSpeed's defaults, in elements: `reduce_bucket_size` and `stage3_max_live_parameters`.
 BUCKET, LIVE = 500_000_000, 1_000_000_000
 # Tensors as large as a chunk's logits that are alive at once: over traces the logits, the gradient
 # through `gather`, and twice that through `logsumexp`; over a live target as many as chunks are
 # planned for.
 _COPIES: Mapping[str, int] = {"traces": 4, "live": 16}
-
-
-@dataclass(frozen=True)
-class Block:
-    """Values that autograd keeps of one token in one block.
-
-    Attributes:
-        exact: in float32, whatever products are in.
-        products: in the dtype of matrix products.
-        shared: of projections' inputs in float32, where all that read one share it.
-        cast: of the same under autocast, where each has a copy.
-    """
-
-    exact: int
-    products: int
-    shared: int
-    cast: int
-
-    def bytes_per_token(self, width: int, length: int) -> int:
-        """Bytes of one token.
-
-        Args:
-            width: bytes of a value in the dtype of products, 4 or 2.
-            length: T, tokens of a row: a masked SDPA keeps the mask's row.
-        """
-        inputs = self.shared * FLOAT if width == FLOAT else self.cast * width
-        return self.exact * FLOAT + (self.products + length) * width + inputs
 
 
 @dataclass(frozen=True)
@@ -103,8 +70,10 @@ class Counts:
         tied: whether the head is the embedding.
         head_learns: whether the head's weight does.
         norm_learns: whether the last norm's gain does.
-        block: what autograd keeps in each block.
+        block: what autograd keeps in each block of the decoder.
         width: bytes of a weight; less than a float32's only where none learns.
+        encoder: what it keeps in each block of the encoder; none where that has no gradients.
+        encoder_learning: parameters of the encoder that learn.
     """
 
     shape: Shape
@@ -118,6 +87,8 @@ class Counts:
     norm_learns: bool
     block: Block
     width: int = FLOAT
+    encoder: Block | None = None
+    encoder_learning: int = 0
 
     @property
     def head(self) -> int:
@@ -145,7 +116,7 @@ class Work:
     """What one process does in a step.
 
     Attributes:
-        rows: of a micro-batch.
+        rows: of a micro-batch, as a decoder reads them.
         length: T, tokens of its longest row.
         answers: A, answer tokens of a micro-batch at most.
         micro_batches: so many in a step.
@@ -155,6 +126,8 @@ class Work:
         columns: ids over which the loss is normalised; none: all.
         teacher: the target in memory, if it is live.
         device: `cuda` takes memory when it is asked for, `cpu` when it is written.
+        source_length: S, tokens of the longest source; 0 without an encoder.
+        rows_of_source: rows that share a source and its encoder's pass.
     """
 
     rows: int
@@ -167,11 +140,18 @@ class Work:
     columns: int | None = None
     teacher: Teacher = field(default_factory=Teacher)
     device: str = "cpu"
+    source_length: int = 0
+    rows_of_source: int = 1
 
     @property
     def tokens(self) -> int:
         """Of a micro-batch, padding included."""
         return self.rows * self.length
+
+    @property
+    def source_tokens(self) -> int:
+        """What an encoder reads for a micro-batch, padding included."""
+        return self.rows // self.rows_of_source * self.source_length
 
 
 @dataclass(frozen=True)
@@ -221,24 +201,35 @@ def counts_of(config: Any, family: Family, settings: DistillSettings) -> Counts:
     free = [n for n in own if not settings.lora_rank and learns(n, family, settings)]
     head = f"{family.head}.weight"
     first = layout.aliases.get(head, head)
+    part = partial(
+        block_of, config, family, layout, shape, adapted=frozenset(adapted), rank=settings.lora_rank
+    )
+    moving = _before_decoder(free or adapted, family)
+    in_encoder = [name for name in moving if in_block(name, family)]
     return Counts(
         shape=shape,
         parameters=layout.parameters(),
         adapters=adapters,
         learning=adapters or sum(prod(own[name]) for name in free),
         whole=sum(prod(s) for s in own.values() if prod(s) < WHOLE_BELOW),
-        projections=sum(prod(s) for n, s in own.items() if _in_block(n, family) and len(s) > 1),
+        projections=_projections(own, family, encoder=bool(moving)),
         tied=first != head,
         head_learns=first in free,
         norm_learns=not settings.lora_rank,
-        block=_block(
-            layout, family, shape, not settings.lora_rank, frozenset(adapted), settings.lora_rank
-        ),
+        block=part(family.stacks[0], learns=not settings.lora_rank),
+        encoder=part(family.stacks[1], learns=not settings.lora_rank) if moving else None,
+        encoder_learning=0 if adapters else sum(prod(own[name]) for name in in_encoder),
     )
 
 
 def masked_counts(
-    config: Any, family: Family, axes: Collection[Axis], *, learn: bool, width: int = FLOAT
+    config: Any,
+    family: Family,
+    axes: Collection[Axis],
+    *,
+    learn: bool,
+    width: int = FLOAT,
+    draws: bool = False,
 ) -> Counts:
     """Count a source under masks, as `learn_masks` trains it.
 
@@ -248,23 +239,72 @@ def masked_counts(
         axes: that have masks.
         learn: whether its weights learn too.
         width: bytes of a weight that doesn't.
+        draws: whether dropout is on.
     """
     shape, layout = shape_of(config, family), layout_of(config, family)
     own = {n: s for n, s in layout.shapes.items() if n in layout.trained - layout.aliases.keys()}
     masks = sum(_mask_count(axis, shape) for axis in axes)
     head = f"{family.head}.weight"
+
+    def part(stack: Stack) -> Block:
+        plain = block_of(config, family, layout, shape, stack, learns=learn, draws=draws)
+        return masked_block(plain, config, family, layout, shape, stack, axes, learns=learn)
+
+    moving = family.has_encoder and (learn or any(a in ENCODER_AXES for a in axes))
+    free = [name for name in own if learn and template_of(name)[0] not in family.rebuilt]
+    in_encoder = [name for name in _before_decoder(free, family) if in_block(name, family)]
     return Counts(
         shape=shape,
         parameters=layout.parameters(),
         adapters=masks,
-        learning=masks + (layout.parameters() if learn else 0),
+        learning=masks + sum(prod(own[name]) for name in free),
         whole=sum(prod(s) for s in own.values() if prod(s) < WHOLE_BELOW),
-        projections=sum(prod(s) for n, s in own.items() if _in_block(n, family) and len(s) > 1),
+        projections=_projections(own, family, encoder=moving),
         tied=head in layout.aliases,
         head_learns=learn,
         norm_learns=learn,
-        block=_masked(_block(layout, family, shape, learn), layout, family, shape, axes, learn),
+        block=part(family.stacks[0]),
         width=FLOAT if learn else width,
+        encoder=part(family.stacks[1]) if moving else None,
+        encoder_learning=sum(prod(own[name]) for name in in_encoder),
+    )
+
+
+def _before_decoder(names: Iterable[str], family: Family) -> list[str]:
+    """Those of an encoder, and those that it reads through: gradients pass all that follows."""
+    if not family.has_encoder:
+        return []
+    decoder = family.stacks[0]
+
+    def is_before(name: str) -> bool:
+        template = template_of(name)[0]
+        own = template.startswith((f"{decoder.block}.", *(f"{norm}." for norm in decoder.norms)))
+        return not own and not template.startswith(f"{family.head}.")
+
+    return [name for name in names if is_before(name)]
+
+
+def _projections(own: Mapping[str, tuple[int, ...]], family: Family, *, encoder: bool) -> int:
+    """Parameters that autocast copies and keeps: those of blocks through which gradients go."""
+    stacks = family.stacks if encoder else family.stacks[:1]
+    return sum(
+        prod(shape)
+        for name, shape in own.items()
+        if len(shape) > 1 and family.stack_of(template_of(name)[0]) in stacks
+    )
+
+
+def encoder_parameters(config: Any, family: Family) -> int:
+    """Parameters of the encoder alone, its embedding not among them if the decoder has it too."""
+    if not family.has_encoder:
+        return 0
+    layout, block = layout_of(config, family), family.stacks[1].block
+    # The blocks are a list in the encoder.
+    encoder = block.removesuffix(".{layer}").rpartition(".")[0]
+    return sum(
+        prod(shape)
+        for name, shape in layout.shapes.items()
+        if name.startswith(f"{encoder}.") and name in layout.trained - layout.aliases.keys()
     )
 
 
@@ -274,6 +314,7 @@ def moments(counts: Counts, work: Work, zero: int = 0, processes: int = 1) -> It
     - `teacher`: a live target reads the step's batches; the drafter has no activations yet.
     - `loss`: all activations are kept, and a chunk of the head is at work.
     - `backward`: all activations are kept, and the last block's gradients come beside them.
+    - `encoder`: the decoder has been differentiated, and the encoder is about to be.
     - `gradients`: all gradients are there. A tied embedding has its own beside the head's until
       they are added, and both beside the sum of earlier micro-batches.
     - `replay`: held-out rows, one by one, with all logits of the row.
@@ -309,13 +350,21 @@ def moments(counts: Counts, work: Work, zero: int = 0, processes: int = 1) -> It
         activations=kept + casts,
         head=_head_work(counts, work) + head_gradient,
     )
-    last = casts if not work.checkpoint else casts // counts.shape.layers
+    blocks = counts.shape.layers + (counts.shape.encoder_layers if counts.encoder else 0)
+    last = casts if not work.checkpoint else casts // blocks
     yield replace(
         stay,
         moment="backward",
         gradients=between + head_gradient,
         activations=kept + last + _backward_work(counts, work),
     )
+    if counts.encoder is not None:
+        yield replace(
+            stay,
+            moment="encoder",
+            gradients=max(between, whole - FLOAT * counts.encoder_learning),
+            activations=stay.activations + _encoder_work(counts, work),
+        )
     both = 0
     if counts.head_learns and counts.tied:
         both = FLOAT * counts.head * (2 if work.micro_batches > 1 else 1)
@@ -359,13 +408,14 @@ def teacher_of(config: Any, family: Family, work: Work, parts: int = 1, reads: i
     # Without gradients: the stream before and after, a norm's output, and a block's widest part.
     widest = max(3 * shape.ffn, 4 * shape.heads * shape.head_dim)
     passing = work.tokens * (3 * shape.hidden + widest)
+    if shape.encoder_layers:
+        # The encoder is done before the decoder begins, and leaves its output.
+        wide = max(3 * shape.encoder_ffn, 4 * shape.encoder_heads * shape.encoder_head_dim)
+        passing = max(passing, work.source_tokens * (3 * shape.hidden + wide))
+        passing += work.source_tokens * shape.hidden
     # A step's answers are all read before the drafter learns from the first.
     answers = work.micro_batches * work.answers * (shape.hidden + reads)
     return Teacher(work.width * weights, work.width * passing, work.width * answers)
-
-
-def _in_block(name: str, family: Family) -> bool:
-    return family.stack_of(template_of(name)[0]) is not None
 
 
 def _adapted(
@@ -377,91 +427,19 @@ def _adapted(
 
     def along(name: str) -> bool:
         dimensions = family.tensors[template_of(name)[0]]
+        if "buckets" in dimensions:
+            # A table of positions is no projection.
+            return False
         return bool({c for d in dimensions for c in DIMENSIONS.get(d, ())} & set(axes))
 
     axes = settings.lora_axes
-    names = [n for n, s in own.items() if _in_block(n, family) and len(s) == 2 and along(n)]
+    names = [n for n, s in own.items() if in_block(n, family) and len(s) == 2 and along(n)]
     if not names:
         raise RequestError(
             f"recipe.distill.lora_axes: no projection of {family.name} has {' or '.join(axes)}; "
             f"its axes are {', '.join(family.axes)}"
         )
     return names
-
-
-def _block(
-    layout: Layout,
-    family: Family,
-    shape: Shape,
-    learns: bool,
-    adapted: Collection[str] = (),
-    rank: int = 0,
-) -> Block:
-    """Add up the table of the module's docstring for one block.
-
-    Args:
-        layout: of the model.
-        family: its table.
-        shape: its shape.
-        learns: whether its weights do.
-        adapted: names of the projections that have an adapter.
-        rank: of the adapters.
-    """
-    dimensions = _dimensions(layout, family)
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    exact = shape.heads
-    for dims in dimensions.values():
-        if dims == ("hidden",):
-            exact += shape.hidden * (1 + learns) + 1
-    heads = sum(dims == ("head_dim",) for dims in dimensions.values()) // 2
-    exact += heads * ((query + key) * (1 + learns) + shape.heads + shape.kv_heads)
-    reading = {n: d[1] for n, d in dimensions.items() if len(d) == 2 and (learns or n in adapted)}
-    # Projections that stand in the same module and have the same width read the same tensor.
-    inputs = {(name.rsplit(".", 2)[0], inner) for name, inner in reading.items()}
-    wide = {"hidden": shape.hidden, "ffn": shape.ffn, "query": query}
-    ranks = rank * len(reading) if adapted else 0
-    # SDPA keeps its output whoever reads it, and under autocast it is in half precision already;
-    # adapters cast it, and what goes down, there and back.
-    again = {"hidden"} if learns else {"hidden", "ffn", "query"}
-    down = shape.ffn if learns and "ffn" in reading.values() else 0
-    return Block(
-        exact=exact,
-        products=4 * query + 3 * shape.ffn + down + ranks,
-        shared=sum(wide[i] for _, i in inputs if i == "hidden" or (i == "ffn" and not learns)),
-        cast=sum(wide[i] for i in reading.values() if i in again),
-    )
-
-
-def _dimensions(layout: Layout, family: Family) -> dict[str, tuple[str, ...]]:
-    """Weight of the first block -> its dimensions."""
-    names = [n for n in layout.shapes if _in_block(n, family) and template_of(n)[1] == 0]
-    return {n: family.tensors[template_of(n)[0]] for n in names if n.endswith(".weight")}
-
-
-def _masked(
-    block: Block,
-    layout: Layout,
-    family: Family,
-    shape: Shape,
-    axes: Collection[Axis],
-    learns: bool,
-) -> Block:
-    """Add what masks keep in a block."""
-    exact, products, shared = block.exact, block.products, block.shared
-    if "ffn_layers" in axes:
-        products += 2 * shape.hidden
-    elif "layers" in axes:
-        exact += shape.hidden
-    if {"kv_heads", "heads_per_group"} & set(axes):
-        products += shape.heads * shape.head_dim
-    if "ffn" in axes and not learns:
-        products += shape.ffn
-    if "hidden" in axes:
-        norms = sum(dims == ("hidden",) for dims in _dimensions(layout, family).values())
-        exact += norms * shape.hidden
-        # What projections would have kept is what was masked.
-        shared = 0
-    return Block(exact, products, shared, block.cast)
 
 
 def _mask_count(axis: Axis, shape: Shape) -> int:
@@ -503,11 +481,35 @@ def _gradients(counts: Counts, work: Work, zero: int, processes: int) -> tuple[i
 
 def _kept(counts: Counts, work: Work) -> int:
     """Bytes that autograd keeps at the end of the forward pass, and the loss's hidden states."""
-    shape, block = counts.shape, counts.block.bytes_per_token(work.width, work.length)
-    blocks = shape.layers * (FLOAT * shape.hidden if work.checkpoint else block)
+    shape = counts.shape
+    each = _bytes_of_block(counts, work)
+    blocks = shape.layers * (FLOAT * shape.hidden * work.tokens if work.checkpoint else each)
     last = FLOAT * shape.hidden * (1 + counts.norm_learns)
-    # The mask of the whole batch is one byte a pair of tokens.
-    return work.tokens * (blocks + last + work.length) + FLOAT * work.answers * shape.hidden
+    # The mask of the whole batch is one byte a pair of tokens, those of a source too.
+    pairs = work.tokens * (work.length + work.source_length)
+    answers = FLOAT * work.answers * shape.hidden
+    return blocks + work.tokens * last + pairs + answers + _kept_of_sources(counts, work)
+
+
+def _bytes_of_block(counts: Counts, work: Work) -> int:
+    """Bytes that a block of the decoder keeps of a micro-batch, its sources' keys included."""
+    token = counts.block.bytes_per_token(work.width, work.length, work.source_length, work.device)
+    of_source = counts.block.bytes_per_source_token(work.width, work.device)
+    return work.tokens * token + work.rows * work.source_length * of_source
+
+
+def _kept_of_sources(counts: Counts, work: Work) -> int:
+    """Bytes that an encoder keeps: its output, and all that its gradients need."""
+    shape, tokens = counts.shape, work.source_tokens
+    # Rows that share a source read copies of its states.
+    copies = work.rows * work.source_length * (work.rows_of_source > 1)
+    output = FLOAT * shape.hidden * (tokens + copies)
+    if counts.encoder is None:
+        return output
+    each = counts.encoder.bytes_per_token(work.width, work.source_length, device=work.device)
+    block = FLOAT * shape.hidden if work.checkpoint else each
+    last = FLOAT * shape.hidden * (1 + counts.norm_learns)
+    return output + tokens * (shape.encoder_layers * block + last + work.source_length)
 
 
 def _columns(counts: Counts, work: Work) -> int:
@@ -551,6 +553,18 @@ def _backward_work(counts: Counts, work: Work) -> int:
     """
     shape = counts.shape
     each = FLOAT * shape.hidden + work.width * 2 * shape.ffn
-    if work.checkpoint:
-        each += counts.block.bytes_per_token(work.width, work.length)
-    return work.tokens * each
+    return work.tokens * each + (_bytes_of_block(counts, work) if work.checkpoint else 0)
+
+
+def _encoder_work(counts: Counts, work: Work) -> int:
+    """Bytes of the same in the encoder, with all that it keeps."""
+    shape = counts.shape
+    each = FLOAT * shape.hidden + work.width * 2 * shape.encoder_ffn
+    if work.checkpoint and counts.encoder is not None:
+        each += counts.encoder.bytes_per_token(work.width, work.source_length, device=work.device)
+    if work.width < counts.width:
+        each_copy = work.width * counts.projections * shape.encoder_layers
+        copies = each_copy // (shape.layers + shape.encoder_layers)
+    else:
+        copies = 0
+    return work.source_tokens * each + _kept_of_sources(counts, work) + copies

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.checkpoints.families.base import Axis, Family
+from draftsmith.checkpoints.families.base import Axis, Family, template_of
 from draftsmith.checkpoints.shape import Shape, changed_axes
 from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.data.progress import Progress, say
@@ -161,7 +161,8 @@ def learn_masks(
         return Pruning(Selection.of_layers(source, range(source.layers)), {})
     if settings.apart:
         axes = (*axes, "ffn_layers")
-    learning = [name for name, _ in model.named_parameters()] if settings.weights_lr else []
+    names = [name for name, _ in model.named_parameters() if settings.weights_lr]
+    learning = [name for name in names if template_of(name)[0] not in family.rebuilt]
     weights = freeze_all_but(model, learning)
     recompute_activations(model, settings.checkpoint_activations)
     # Else activations are not computed again.

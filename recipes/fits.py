@@ -23,6 +23,7 @@ class Text:
         answer_tokens: of all rows.
         asked_rows: rows that the recipe's steps take, all micro-batches together.
         memory: bytes of the traces in the host's memory, in each process.
+        longest_source: tokens of the longest text that an encoder reads; 0 without one.
     """
 
     measured: bool
@@ -32,6 +33,7 @@ class Text:
     answer_tokens: int
     asked_rows: int
     memory: int
+    longest_source: int = 0
 
     @property
     def asked_tokens(self) -> int:

@@ -28,11 +28,13 @@ def render(planned: Plan) -> Any:
 def _facts(planned: Plan) -> Iterator[Any]:
     counts, device = planned.counts, planned.device
     adapters = f" ({counts.adapters:,} of adapters)" if counts.adapters else ""
+    once = ", the encoder once" if planned.shared else ""
     yield from _stage_facts(
         f"plan for {planned.recipe}",
         {
             "drafter": str(counts.shape),
             "parameters": f"{counts.parameters:,}; {counts.learning:,} learn{adapters}",
+            "with target": f"{planned.together:,}{once}",
             "device": f"{device.name}, {gb(device.available)} free of {gb(device.memory)}",
             "products": f"in {planned.dtype}",
         },
@@ -51,10 +53,18 @@ def _stage_facts(title: str, facts: dict[str, str]) -> Iterator[Any]:
 
 def _distill_facts(planned: Plan) -> dict[str, str]:
     settings, text = planned.settings, planned.text
+    step = f"{settings.accumulate} x {settings.batch} {_rows_fact(text)}"
+    if settings.block is not None:
+        step += f", in blocks of {settings.block.size} after {settings.block.prefixes} beginnings"
     return {
-        "step": f"{settings.accumulate} x {settings.batch} rows of up to {text.longest} tokens",
+        "step": step,
         "text": _text_fact(text, settings.steps),
     }
+
+
+def _rows_fact(text: Text, length: int | None = None) -> str:
+    source = f" for sources of up to {text.longest_source}" if text.longest_source else ""
+    return f"rows of up to {length or text.longest} tokens{source}"
 
 
 def _text_fact(text: Text, steps: int) -> str:
@@ -71,7 +81,7 @@ def _prune_lines(prune: PrunePlan) -> Iterator[Any]:
     facts = {
         "source": f"{counts.shape}",
         "masks": f"{counts.adapters:,} on {', '.join(prune.axes)}; {weights}",
-        "step": f"{settings.accumulate} x {settings.batch} rows of up to {prune.length} tokens",
+        "step": f"{settings.accumulate} x {settings.batch} {_prune_rows(prune)}",
     }
     if prune.text is not None:
         facts["text"] = _text_fact(prune.text, settings.steps)
@@ -82,6 +92,12 @@ def _prune_lines(prune: PrunePlan) -> Iterator[Any]:
         yield _domain_table(prune.domains)
     yield _memory_table("prune", prune.fits)
     yield from _verdict("prune", prune.chosen, prune.changes)
+
+
+def _prune_rows(prune: PrunePlan) -> str:
+    if prune.text is not None:
+        return _rows_fact(prune.text, prune.length)
+    return f"rows of up to {prune.length} tokens"
 
 
 def _domain_table(domains: Sequence[DomainText]) -> Any:
@@ -153,6 +169,7 @@ _MOMENTS = {
     "teacher": "while the target reads",
     "loss": "while the head loss is computed",
     "backward": "as the backward pass begins",
+    "encoder": "as the encoder's backward pass begins",
     "gradients": "when all gradients are there",
     "replay": "while held-out rows are replayed",
 }

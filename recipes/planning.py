@@ -5,6 +5,7 @@ Everything but the time comes from configs, tokenizer and recipe alone: no weigh
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,19 +18,22 @@ import numpy as np
 from draftsmith.checkpoints import provenance
 from draftsmith.checkpoints.devices import default_device
 from draftsmith.checkpoints.formats import ModelRef, local_path, resolve
-from draftsmith.checkpoints.layout import meta_model, with_counts
-from draftsmith.checkpoints.loading import describe, load_config, require_decoder
+from draftsmith.checkpoints.layout import layout_of, meta_model, with_counts
+from draftsmith.checkpoints.loading import describe, load_config
 from draftsmith.checkpoints.shape import Shape
+from draftsmith.data.chat import read_prompts
+from draftsmith.data.corpus import read_texts
 from draftsmith.data.traces import TraceRow, TraceStore, id_dtype
 from draftsmith.distill.estimate import (
     Counts,
     Teacher,
     Work,
     counts_of,
+    encoder_parameters,
     peak,
     teacher_of,
 )
-from draftsmith.distill.trace import Prompts
+from draftsmith.distill.trace import Prompts, Reads
 from draftsmith.errors import RequestError
 from draftsmith.recipes.fits import (
     RESERVE,
@@ -104,6 +108,8 @@ class Plan:
     Attributes:
         recipe: the target, as the recipe names it.
         counts: of the drafter.
+        target_parameters: of the target.
+        shared: parameters of an encoder that serves both; 0: the drafter has its own, or none.
         dtype: of matrix products.
         device: what there is.
         text: what is learned from.
@@ -116,6 +122,8 @@ class Plan:
 
     recipe: str
     counts: Counts
+    target_parameters: int
+    shared: int
     settings: DistillSettings
     dtype: str
     device: Device
@@ -130,6 +138,11 @@ class Plan:
     def chosen(self) -> Fit:
         """The recipe's own way."""
         return next(fit for fit in self.fits if fit.chosen)
+
+    @property
+    def together(self) -> int:
+        """Parameters of target and drafter in memory, a shared encoder once."""
+        return self.target_parameters + self.counts.parameters - self.shared
 
     @property
     def all_warnings(self) -> tuple[str, ...]:
@@ -149,9 +162,15 @@ class Plan:
                 "learning": counts.learning,
                 "adapters": counts.adapters,
                 "tied_head": counts.tied,
+                "shared_encoder": self.shared,
+                "with_target": self.together,
             },
             "device": asdict(self.device),
-            "batch": {"rows": self.settings.batch, "tokens_of_a_row": text.longest},
+            "batch": {
+                "rows": self.settings.batch,
+                "tokens_of_a_row": text.longest,
+                "tokens_of_a_source": text.longest_source,
+            },
             "text": {
                 **asdict(text),
                 "asked_tokens": text.asked_tokens,
@@ -187,7 +206,6 @@ def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
         )
     shape, device = check(run), device_now()
     config, family = drafter_config(run, shape)
-    require_decoder(family, run.source.spec)
     rows = trace_rows(run)
     text = text_of(run, rows, shape.vocab, settings)
     pruning_text = text_of(run, rows, shape.vocab, run.recipe.prune)
@@ -198,6 +216,8 @@ def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
     planned = Plan(
         run.recipe.target,
         counts_of(config, family, settings),
+        _target_parameters(run),
+        _shared_encoder(run, config, family),
         settings,
         str(run.dtype).removeprefix("torch."),
         device,
@@ -208,7 +228,7 @@ def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
     if not planned.chosen.fits or planned.chosen.tight:
         planned = replace(planned, changes=that_fit(case.changes(*own)))
     taken = None
-    if measure and planned.chosen.fits and settings.teacher == "traces":
+    if measure and planned.chosen.fits and _is_measured(settings):
         some = rows or synthetic_rows(settings, text, shape.vocab, run.recipe.trace.top_n)
         taken = measure_time(run, config, family, some, processes)
     warnings = (*_not_here(run, processes), *_warnings(planned, measure))
@@ -280,7 +300,28 @@ def drafter_config(run: Run, shape: Shape) -> tuple[Any, Any]:
     counts: dict[str, int | None] = {
         str(axis): getattr(shape, axis) for axis in family.axes if axis != "vocab"
     }
-    return with_counts(config, family, counts), family
+    config = with_counts(config, family, counts)
+    if (field_ := family.config.encoder_layers) is not None:
+        setattr(config, field_, shape.encoder_layers * run.recipe.prune.encoder_repeat)
+    return config, family
+
+
+def _target_parameters(run: Run) -> int:
+    config = load_config(run.target)
+    family, _ = describe(config, run.target)
+    return layout_of(config, family).parameters()
+
+
+def _shared_encoder(run: Run, config: Any, family: Any) -> int:
+    """Parameters of the target's encoder, if the drafter keeps it as it is; else 0."""
+    own = encoder_parameters(config, family)
+    same = own == encoder_parameters(load_config(run.target), family)
+    return own if run.recipe.distill.train == "decoder" and same else 0
+
+
+def _is_measured(settings: DistillSettings) -> bool:
+    """Whether a step can be made without the target, row by row."""
+    return settings.teacher == "traces" and settings.block is None
 
 
 def trace_rows(run: Run) -> list[TraceRow]:
@@ -315,10 +356,20 @@ def text_of(
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         useful = sum(n > 0 for n in used)
         return Text(
-            True, useful, max(lengths), answers / max(1, useful), answers, asked, _TWICE * size
+            True,
+            useful,
+            max(lengths),
+            answers / max(1, useful),
+            answers,
+            asked,
+            _TWICE * size,
+            max(0 if row.source is None else len(row.source) for row in rows),
         )
+    reads = Reads.of(run.target)
     # With the chat template around it, and real prompts as long as they are.
-    prompt = Prompts(run.recipe.data, trace.batch, run.tokenizer, run.recipe.seed).longest
+    prompts = Prompts(run.recipe.data, trace.batch, run.tokenizer, run.recipe.seed, reads)
+    prompt = prompts.longest if reads is None else len(reads.start)
+    source = 0 if reads is None else longest_source(run, reads, settings.max_length)
     longest = min(settings.max_length, prompt + trace.max_new_tokens)
     # Few self-written prompts come near their bound.
     usual = prompt - _SPARE * run.recipe.data.prompt_tokens * (run.recipe.data.source == "self")
@@ -326,12 +377,37 @@ def text_of(
     kept = round(trace.tokens * (1 - trace.validation_share))
     count = max(1, kept // trace.max_new_tokens)
     each = trace.top_n * (np.dtype(id_dtype(vocab)).itemsize + 2) + 8
-    size = trace.tokens * each + 4 * prompt * (trace.tokens // trace.max_new_tokens)
-    return Text(False, count, longest, float(mean), count * mean, asked, _TWICE * size)
+    size = trace.tokens * each + 4 * (prompt + source) * (trace.tokens // trace.max_new_tokens)
+    return Text(False, count, longest, float(mean), count * mean, asked, _TWICE * size, source)
+
+
+def longest_source(run: Run, reads: Reads, otherwise: int) -> int:
+    """Tokens of the longest source that the encoder reads.
+
+    Of the data, where these are here and small; else as many as the encoder holds, or `otherwise`
+    where it holds any number.
+    """
+    most = reads.most or otherwise
+    data = run.recipe.data
+    try:
+        files = run.data_files()
+    except RequestError:
+        return most
+    if sum(path.stat().st_size for path in files.values()) > _CHEAP:
+        return most
+    if data.source == "prompts":
+        found = [p for path in data.path for p in read_prompts(path, run.tokenizer, start=())]
+        lengths = [len(prompt.source or ()) for prompt in found]
+    else:
+        texts = read_texts(list(files.values()), Counter(), data.text_key)
+        lengths = [len(run.tokenizer(text)["input_ids"]) for text in texts]
+    return max((n for n in lengths if reads.most is None or n <= reads.most), default=most)
 
 
 # The bound of a self-written prompt allows each of its tokens to become so many more.
 _SPARE = 3
+# Bytes of files of sources up to which they are read.
+_CHEAP = 8 * 2**20
 # Training and validation rows are views of shards that each split reads for itself.
 _TWICE = 2
 
@@ -378,16 +454,23 @@ class _Case:
             # to propose stands in the row too, for each answer.
             length += answers * (settings.lookahead - 1)
             answers *= settings.lookahead
+        rows, prefixes = settings.batch, 1
+        if (block := settings.block) is not None:
+            # Each row is a beginning of the text, however long, and the masks after it.
+            prefixes, answers = block.prefixes, block.size
+            rows, length = rows * prefixes, length + block.size
         work = Work(
-            rows=settings.batch,
+            rows=rows,
             length=length,
-            answers=settings.batch * answers,
+            answers=rows * answers,
             micro_batches=settings.accumulate // processes,
             top_n=self.run.recipe.trace.top_n,
             width=self.run.dtype.itemsize,
             checkpoint=settings.checkpoint_activations,
             columns=settings.vocab_limit,
             device=self.device.kind,
+            source_length=self.text.longest_source,
+            rows_of_source=prefixes,
         )
         return replace(work, teacher=self._teacher(settings, work, processes))
 
@@ -502,6 +585,7 @@ def synthetic_rows(settings: DistillSettings, text: Text, vocab: int, top_n: int
     """Random rows of the expected length, enough for every measured step."""
     rng = np.random.default_rng(0)
     answers = min(text.longest - 1, max(1, round(text.mean_answer)))
+    sources = text.longest_source
 
     def row() -> TraceRow:
         return TraceRow(
@@ -511,6 +595,7 @@ def synthetic_rows(settings: DistillSettings, text: Text, vocab: int, top_n: int
             logprobs=np.zeros(answers, np.float32),
             top_ids=rng.integers(vocab, size=(answers, top_n)).astype(id_dtype(vocab)),
             top_logprobs=np.full((answers, top_n), -5.0, np.float16),
+            source=rng.integers(vocab, size=sources).astype(np.int32) if sources else None,
         )
 
     return [row() for _ in range(settings.batch * 2)]
@@ -565,6 +650,8 @@ def _warnings(planned: Plan, measure: bool) -> Iterator[str]:
         yield "time was not measured, since it does not fit"
     elif measure and planned.settings.teacher == "live":
         yield "time was not measured: a live target's forward pass would have to be loaded"
+    elif measure and not _is_measured(planned.settings):
+        yield "time was not measured: it is for drafters that propose token by token alone"
 
 
 def _race_bytes(planned: Plan) -> int:

@@ -222,8 +222,14 @@ class _Case:
     def counts(self, settings: PruneSettings) -> Counts:
         """Of the source; weights that learn are float32, others as they are loaded."""
         stored: int = working_dtype(self.device.kind).itemsize
+        learn = bool(settings.weights_lr)
         return masked_counts(
-            self.config, self.family, self.axes, learn=bool(settings.weights_lr), width=stored
+            self.config,
+            self.family,
+            self.axes,
+            learn=learn,
+            width=stored,
+            draws=learn or settings.checkpoint_activations,
         )
 
     def length(self, settings: PruneSettings) -> int:
@@ -244,6 +250,7 @@ class _Case:
             checkpoint=settings.checkpoint_activations,
             columns=settings.vocab_limit,
             device=self.device.kind,
+            source_length=0 if settings.mixture else self.text.longest_source,
         )
         return replace(work, teacher=self._teacher(settings, work))
 

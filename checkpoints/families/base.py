@@ -115,6 +115,10 @@ class ConfigKeys:
         context: positions that the decoder can tell apart; None: any number.
         mel_bins: frequency bands of the sound that an encoder hears; None: it reads tokens.
         frames: positions of that encoder, one for every two frames of sound.
+        activation: name of the FFN's activation.
+        dropout: rate of dropout on what blocks add; None: there is none.
+        activation_dropout: inside the FFN.
+        attention_dropout: on attention's probabilities.
     """
 
     layers: str = "num_hidden_layers"
@@ -130,6 +134,10 @@ class ConfigKeys:
     encoder_ffn: str | None = None
     mel_bins: str | None = None
     frames: str = "max_source_positions"
+    activation: str = "hidden_act"
+    dropout: str | None = None
+    activation_dropout: str | None = None
+    attention_dropout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -369,6 +377,10 @@ class BartBuild:
             encoder_layers="encoder_layers",
             encoder_heads="encoder_attention_heads",
             encoder_ffn="encoder_ffn_dim",
+            activation="activation_function",
+            dropout="dropout",
+            activation_dropout="activation_dropout",
+            attention_dropout="attention_dropout",
         )
     )
 

@@ -1,6 +1,12 @@
 """Gemma 3 text: norms around both halves of a block, gains learned less one, scaled embedding."""
 
-from draftsmith.checkpoints.families.base import Family, HiddenScale, Stack, decoder_tensors
+from draftsmith.checkpoints.families.base import (
+    ConfigKeys,
+    Family,
+    HiddenScale,
+    Stack,
+    decoder_tensors,
+)
 
 _TENSORS, _OPTIONAL = decoder_tensors(attention_bias=True, output_bias=True, qk_norm=True)
 _BLOCK = "model.layers.{layer}."
@@ -21,6 +27,7 @@ FAMILY = Family(
             ffn_part=("mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         ),
     ),
+    config=ConfigKeys(activation="hidden_activation"),
     hidden_of_heads=True,
     scales=(
         HiddenScale(
