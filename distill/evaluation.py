@@ -15,7 +15,7 @@ from draftsmith.checkpoints.generation import stop_ids
 from draftsmith.checkpoints.pair import SharedVocabulary
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import collate
-from draftsmith.distill.head_loss import Projection
+from draftsmith.distill.head_loss import head_logits
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.recipes.schema import DistillSettings
 
@@ -111,7 +111,7 @@ def _replay(model: Any, settings: DistillSettings) -> Callable[[TraceRow], Repla
 
     def replayed(row: TraceRow) -> Replayed:
         batch = collate([row], settings.max_length).to(model.device)
-        choices = Projection.of(model)(hidden_at_answers(model, batch)).argmax(-1)
+        choices = head_logits(model, hidden_at_answers(model, batch)).argmax(-1)
         matches = (choices == batch.labels).cpu().numpy()
         counts = [replay(matches, k, limit=len(matches) + 1) for k in lookaheads]
         return Replayed(counts, int(matches.sum()), len(matches))

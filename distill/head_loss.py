@@ -85,6 +85,15 @@ class Projection:
         return raw_AV
 
 
+def head_logits(model: Any, hidden_AH: Tensor) -> Tensor:
+    """Logits [A, V] through the head's own module, around which alone ZeRO-3 gathers its weight."""
+    head, projection = model.get_output_embeddings(), Projection.of(model)
+    raw_AV = head(hidden_AH)
+    if head.bias is None and projection.bias is not None:
+        raw_AV = raw_AV + projection.bias
+    return projection.shaped(raw_AV)
+
+
 @dataclass(frozen=True)
 class LiveTarget:
     """A target in memory: its logits too exist for one chunk at a time, without gradients.

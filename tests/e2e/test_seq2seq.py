@@ -16,7 +16,7 @@ from draftsmith.checkpoints.loading import load_config, load_model
 from draftsmith.checkpoints.shape import shape_of
 from draftsmith.data.traces import RowKey, TraceRow, TraceStore, pack_rows, unpack_rows
 from draftsmith.distill.batches import collate
-from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection
+from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection, head_logits
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.distill.teacher import Teacher
@@ -169,6 +169,7 @@ def test_losses_are_those_of_the_models_own_logits(family: str, tied: bool) -> N
     batch = collate(rows, 64)
     logits = torch.cat([logits_of(model, row) for row in rows])
     assert torch.allclose(Projection.of(model)(hidden_at_answers(model, batch)), logits, atol=1e-5)
+    assert torch.allclose(head_logits(model, hidden_at_answers(model, batch)), logits, atol=1e-5)
     said = torch.cat([logits_of(teacher, row) for row in rows])
     kl = torch.nn.functional.kl_div(
         logits.log_softmax(-1), said.log_softmax(-1), reduction="sum", log_target=True
@@ -264,6 +265,17 @@ def test_the_decoder_learns_with_its_last_norm_and_nothing_else() -> None:
             key: "decoder" in key and "embed_" not in key for key in dict(model.named_parameters())
         }
         assert learning == {key for key, of_decoder in sides.items() if of_decoder}, name
+
+
+def test_what_a_checkpoint_does_not_hold_never_learns() -> None:
+    """Sinusoids are made anew when a model is loaded: had they learned, that would be lost."""
+    from draftsmith.distill.train import trainable_parameters
+    from draftsmith.recipes.schema import DistillSettings
+
+    model, family = make_model("marian"), families()["marian"]
+    learning = trainable_parameters(model, family, DistillSettings(), 0)
+    kept = {name for name, _ in model.named_parameters() if "embed_positions" not in name}
+    assert set(learning) == kept
 
 
 def test_a_decoders_setting_is_refused_where_there_is_no_encoder(
