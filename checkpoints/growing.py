@@ -78,15 +78,20 @@ def start_block_drafting(model: Any, family: Family, size: int, tokens: Iterable
     return model
 
 
-def _with_another_row(model: Any, family: Family) -> Any:
-    """A copy whose vocabulary has one row more, which begins as the mean of the others."""
-    config = copy.deepcopy(model.config)
+def with_another_row(config: Any, family: Family) -> Any:
+    """A copy of a config whose vocabulary has one row more."""
+    config = copy.deepcopy(config)
     rows = getattr(config, family.config.vocab) + 1
     setattr(config, family.config.vocab, rows)
     for key, flag in family.vocab_copies.items():
         if getattr(config, flag):
             setattr(config, key, rows)
-    wide = type(model)._from_config(config, dtype=model.dtype)
+    return config
+
+
+def _with_another_row(model: Any, family: Family) -> Any:
+    """A copy whose vocabulary has one row more, which begins as the mean of the others."""
+    wide = type(model)._from_config(with_another_row(model.config, family), dtype=model.dtype)
     if not shares_head(model, family):
         untie_head(wide, family)
     axes = cut_tensors(model, family)

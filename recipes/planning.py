@@ -18,6 +18,7 @@ import numpy as np
 from draftsmith.checkpoints import provenance
 from draftsmith.checkpoints.devices import default_device
 from draftsmith.checkpoints.formats import ModelRef, local_path, resolve
+from draftsmith.checkpoints.growing import with_another_row
 from draftsmith.checkpoints.layout import layout_of, meta_model, with_counts
 from draftsmith.checkpoints.loading import describe, load_config
 from draftsmith.checkpoints.shape import Shape
@@ -46,7 +47,7 @@ from draftsmith.recipes.fits import (
     way_name,
 )
 from draftsmith.recipes.prune_plan import PrunePlan, plan_prune
-from draftsmith.recipes.run import Run, check, stage_keys
+from draftsmith.recipes.run import Run, check, stage_keys, written_ids
 from draftsmith.recipes.schema import DistillSettings, PruneSettings
 
 SCHEMA = 1
@@ -223,7 +224,7 @@ def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
         device,
         text,
         fits,
-        plan_prune(run, shape, device, processes, pruning_text),
+        plan_prune(run, kept_shape(run, shape), device, processes, pruning_text),
     )
     if not planned.chosen.fits or planned.chosen.tight:
         planned = replace(planned, changes=that_fit(case.changes(*own)))
@@ -294,16 +295,25 @@ def device_now() -> Device:
 
 
 def drafter_config(run: Run, shape: Shape) -> tuple[Any, Any]:
-    """The config that pruning will write, and the family's table."""
+    """The config that the drafter will have, and the family's table."""
     config = load_config(run.source)
     family, _ = describe(config, run.source)
+    kept = kept_shape(run, shape)
     counts: dict[str, int | None] = {
-        str(axis): getattr(shape, axis) for axis in family.axes if axis != "vocab"
+        str(axis): getattr(kept, axis) for axis in family.axes if axis != "vocab"
     }
     config = with_counts(config, family, counts)
-    if (field_ := family.config.encoder_layers) is not None:
-        setattr(config, field_, shape.encoder_layers * run.recipe.prune.encoder_repeat)
+    if (depth := family.config.encoder_layers) is not None:
+        setattr(config, depth, shape.encoder_layers)
+    if run.recipe.distill.block is not None and written_ids(run) >= {*range(shape.vocab)}:
+        # No row is free for the mask.
+        config = with_another_row(config, family)
     return config, family
+
+
+def kept_shape(run: Run, shape: Shape) -> Shape:
+    """What is left of the source when it is cut, before layers of its encoder are repeated."""
+    return replace(shape, encoder_layers=shape.encoder_layers // run.recipe.prune.encoder_repeat)
 
 
 def _target_parameters(run: Run) -> int:
@@ -493,7 +503,7 @@ class _Case:
             times = batch * settings.accumulate
             name = f"distill.batch: 1, accumulate: {times} (the same step)"
             yield name, {"batch": 1, "accumulate": times}
-        if not settings.lora_rank:
+        if not settings.lora_rank and settings.block is None:
             yield f"distill.lora_rank: {LORA_RANK}", {"lora_rank": LORA_RANK}
 
     def _teacher(self, settings: DistillSettings, work: Work, processes: int) -> Teacher:

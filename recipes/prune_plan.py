@@ -113,7 +113,7 @@ def plan_prune(
 
     Args:
         run: of the recipe.
-        shape: the drafter's.
+        shape: what is kept of the source.
         device: what there is.
         processes: that would share it.
         text: of the traces, as this stage reads them.

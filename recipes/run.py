@@ -231,8 +231,6 @@ def _check_encoder_decoder(run: Run, family: Family) -> None:
         "prune.apart": recipe.prune.apart,
         "prune.draft_ms": recipe.prune.draft_ms is not None,
         "distill.on_policy": recipe.distill.on_policy > 0,
-        "distill.hidden_matching": recipe.distill.hidden_matching > 0,
-        "distill.shard_teacher": recipe.distill.shard_teacher,
         f"score.runtime: {recipe.score.runtime}": recipe.score.runtime != "torch",
     }
     if found := next((key for key, there in asked.items() if there), None):
@@ -653,7 +651,7 @@ def _distill(run: Run, folder: Path) -> None:
     model = load_model(resolve(str(run.folder("pruned"))), dtype=torch.float32)
     family, _ = describe(model.config, run.source)
     if (block := run.recipe.distill.block) is not None:
-        model = start_block_drafting(model, family, block.size, _written_ids(run))
+        model = start_block_drafting(model, family, block.size, written_ids(run))
     _, target_shape = describe(load_config(run.target), run.target)
     curve = distill(
         model,
@@ -672,7 +670,7 @@ def _distill(run: Run, folder: Path) -> None:
         write_json(folder / "curve.json", curve)
 
 
-def _written_ids(run: Run) -> set[int]:
+def written_ids(run: Run) -> set[int]:
     """The ids that the target's decoder has a string for, or all where they are its own."""
     config = load_config(run.target)
     family, shape = describe(config, run.target)

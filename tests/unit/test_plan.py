@@ -533,7 +533,47 @@ _QWEN3: dict[str, Any] = {
 }
 _SMOL: dict[str, Any] = _LLAMA | {"vocab_size": 49_152, "tie_word_embeddings": True}
 SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
-MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
+# Encoder–decoders of 6+6 layers: positions, rates and all that the plan looks at.
+_MARIAN: dict[str, Any] = {
+    "model_type": "marian",
+    "vocab_size": 58_101,
+    "decoder_vocab_size": 58_101,
+    "d_model": 512,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "encoder_ffn_dim": 2048,
+    "decoder_ffn_dim": 2048,
+    "max_position_embeddings": 512,
+    "activation_function": "swish",
+    "dropout": 0.1,
+    "scale_embedding": True,
+    "tie_word_embeddings": True,
+    "pad_token_id": 58_100,
+    "decoder_start_token_id": 58_100,
+    "eos_token_id": 0,
+}
+_BART: dict[str, Any] = {
+    "model_type": "bart",
+    "vocab_size": 50_265,
+    "d_model": 768,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "encoder_attention_heads": 12,
+    "decoder_attention_heads": 12,
+    "encoder_ffn_dim": 3072,
+    "decoder_ffn_dim": 3072,
+    "max_position_embeddings": 1024,
+    "activation_function": "gelu",
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "activation_dropout": 0.1,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int] | None]] = {
+    "Helsinki-NLP/opus-mt-en-de": (_MARIAN, None),
+    "facebook/bart-base": (_BART, None),
     "huggyllama/llama-65b": (_LLAMA, (80, 64, 22_016, 8192)),
     "huggyllama/llama-7b": (_LLAMA, (32, 32, 11_008, 4096)),
     "meta-llama/Llama-3.1-8B": (_LLAMA3, (32, 32, 14_336, 4096)),
@@ -559,7 +599,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
 
 def config_of(model: str) -> Any:
     kind, sizes = MODELS[model]
-    return AutoConfig.for_model(**kind, **dict(zip(SIZES, sizes, strict=True)))
+    return AutoConfig.for_model(**kind, **dict(zip(SIZES, sizes, strict=True) if sizes else ()))
 
 
 def folder_of(model: str, tmp_path: Path) -> Path:

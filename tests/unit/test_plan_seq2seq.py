@@ -28,8 +28,10 @@ from draftsmith.distill.estimate import (
 )
 from draftsmith.distill.train import trainable_parameters
 from draftsmith.prune.masks import LearnableMasks, applied
+from draftsmith.recipes.loading import load
 from draftsmith.recipes.schema import DistillSettings
 from tests.conftest import make_model, make_tokenizer, tiny_config
+from tests.unit.test_plan import config_of, folder_of
 
 READS_TEXT = sorted(
     name for name, f in families().items() if f.has_encoder and not f.config.mel_bins
@@ -367,11 +369,19 @@ def test_an_encoder_that_is_repeated_is_as_deep(bare: Path) -> None:
 
 def test_blocks_are_rows_of_a_beginning_and_masks(bare: Path) -> None:
     few, many = (
-        figures(bare, f"distill.block={{size: 5, prefixes: {n}}}", "distill.train=all")
+        figures(
+            bare,
+            f"distill.block={{size: 5, prefixes: {n}}}",
+            "distill.train=all",
+            "distill.max_length=64",
+        )
         for n in (1, 6)
     )
     assert many["memory"][0]["activations_bytes"] > few["memory"][0]["activations_bytes"]
     assert many["drafter"]["parameters"] == few["drafter"]["parameters"]
+    # All rows of the tiny vocabulary are taken; the mask needs one more.
+    plain = figures(bare, "distill.train=all")["drafter"]["shape"]["vocab"]
+    assert few["drafter"]["shape"]["vocab"] == plain + 1
 
 
 def test_time_is_measured_with_random_sources(bare: Path, tmp_path: Path) -> None:
@@ -382,6 +392,58 @@ def test_time_is_measured_with_random_sources(bare: Path, tmp_path: Path) -> Non
 
 
 def test_the_time_of_blocks_is_not_measured(bare: Path) -> None:
-    done = planned(bare, "-s", "distill.block={size: 4}", "-s", "distill.train=all")
+    options = ("distill.block={size: 4}", "distill.train=all", "distill.max_length=64")
+    done = planned(bare, *(word for option in options for word in ("-s", option)))
     assert done.exit_code == 0, done.output
     assert "time was not measured" in done.stdout
+
+
+# --- the papers' recipes
+
+
+def layer(width: int, ffn: int, attentions: int) -> int:
+    """Parameters of a block: attentions and FFN with biases, and a norm for each of them."""
+    attention = 4 * (width * width + width)
+    return attentions * attention + 2 * width * ffn + ffn + width + (attentions + 1) * 2 * width
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "target"),
+    [
+        ("wmt14-ende-spec-drafter", 76_508_672, 74_410_496),
+        ("cnndm-bart-base-spec-drafter", 144_140_544, 139_420_416),
+    ],
+)
+def test_the_papers_drafters_are_twelve_and_two(
+    name: str, parameters: int, target: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From configs alone, with a tokenizer that leaves a row for the mask."""
+    monkeypatch.chdir(tmp_path)
+    recipe, file = load(name), tmp_path / "plan.json"
+    config = config_of(recipe.target)
+    folder = folder_of(recipe.target, tmp_path)
+    done = planned(name, "--check", "-s", f"target={folder}", "--json", file)
+    assert done.exit_code == 0, done.output
+    found = json.loads(file.read_text(encoding="utf-8"))
+    shape = found["drafter"]["shape"]
+    assert (shape["encoder_layers"], shape["layers"]) == (12, 2)
+    width, ffn = config.d_model, config.decoder_ffn_dim
+    blocks = 12 * layer(width, ffn, 1) + 2 * layer(width, ffn, 2)
+    less = target - 6 * layer(width, ffn, 1) - 6 * layer(width, ffn, 2)
+    assert found["drafter"]["parameters"] == less + blocks == parameters
+    assert found["drafter"]["with_target"] == parameters + target
+    assert found["batch"]["tokens_of_a_source"] == config.max_position_embeddings
+    assert found["prune"]["axes"] == ["layers"]
+
+
+@pytest.mark.parametrize("name", ["wmt14-ende-spec-drafter", "cnndm-bart-base-spec-drafter"])
+def test_the_papers_recipes_are_the_papers(name: str) -> None:
+    recipe = load(name)
+    block, score = recipe.distill.block, recipe.score
+    assert block is not None
+    assert (block.size, block.glancing, block.glancing_end) == (25, 0.5, 0.3)
+    assert (recipe.distill.loss, recipe.distill.label_smoothing) == ("sequence", 0.1)
+    assert (recipe.trace.beams, recipe.trace.sampled_share) == (5, 0.0)
+    assert (score.verify, score.beta, score.tau, score.lookahead) == ("top_beta", 3, 1.0, (25,))
+    assert "lossy" in recipe.description
+    assert recipe.prune.encoder_repeat == 2
