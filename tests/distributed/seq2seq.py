@@ -11,10 +11,12 @@ import torch
 
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.shape import resolve_shape, shape_of
+from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.processes import is_main
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill import deepspeed_engine
 from draftsmith.distill.deepspeed_engine import DeepSpeedEngine, start_processes
+from draftsmith.distill.teacher import Teacher
 from draftsmith.distill.train import distill
 from draftsmith.prune.train import learn_masks
 from draftsmith.recipes.schema import DistillSettings, PruneSettings
@@ -29,6 +31,8 @@ CASES = (
     ("marian", "all", 2),
     ("marian", "decoder", 3),
 )
+# These learn from a live target, what its layers read too; under ZeRO 3 that is cut into parts.
+LIVE = (("t5", "all", 3), ("marian", "decoder", 3))
 STEPS, SAVED, KILLED = 4, 2, 3
 
 
@@ -48,7 +52,7 @@ def rows(seed: int) -> list[TraceRow]:
 
 def distilled(family: str, train: Any, zero: Any, state: Path) -> dict[str, Any]:
     """Train from the newest save; the learning curve and the weights."""
-    model = tiny(family)
+    model, live = tiny(family), (family, train, zero) in LIVE
     settings = DistillSettings(
         steps=STEPS,
         batch=2,
@@ -59,9 +63,16 @@ def distilled(family: str, train: Any, zero: Any, state: Path) -> dict[str, Any]
         zero=zero,
         evaluate_every=2,
         save_every=SAVED,
+        teacher="live" if live else "traces",
+        hidden_matching=0.5 if live else 0.0,
+        shard_teacher=live,
     )
-    table = families()[family]
-    curve = distill(model, table, rows(1), rows(2), settings, seed=0, state=state)
+    table, teacher = families()[family], None
+    if live:
+        whole = Selection.of_layers(shape_of(model.config, table), range(4))
+        target = make_model(family, seed=5, dropout=0.0, dropout_rate=0.0)
+        teacher = Teacher(target, kept=whole, shard=True)
+    curve = distill(model, table, rows(1), rows(2), settings, seed=0, state=state, teacher=teacher)
     return {"curve": curve, "weights": model.state_dict()}
 
 

@@ -1,6 +1,7 @@
 """Recipes for encoder–decoders: from a target's own answers to a drafter with a short decoder."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.generation import decoder_start
 from draftsmith.checkpoints.loading import load_config, load_model
 from draftsmith.checkpoints.shape import shape_of
+from draftsmith.checkpoints.slicing import Selection, compact_model
 from draftsmith.data.traces import RowKey, TraceRow, TraceStore, pack_rows, unpack_rows
 from draftsmith.distill.batches import collate
 from draftsmith.distill.head_loss import HeadLoss, LossHead, Projection, head_logits
 from draftsmith.distill.losses import forward_kl
-from draftsmith.distill.states import hidden_at_answers
+from draftsmith.distill.states import (
+    distance_of_reads,
+    hidden_at_answers,
+    states_at_answers,
+)
 from draftsmith.distill.teacher import Teacher
 from draftsmith.errors import RequestError
 from draftsmith.recipes.loading import load
@@ -177,6 +183,37 @@ def test_losses_are_those_of_the_models_own_logits(family: str, tied: bool) -> N
     head = LossHead.of(model, HeadLoss(forward_kl))
     lesson = Teacher(teacher)(batch)
     assert torch.allclose(head(hidden_at_answers(model, batch), lesson.signal), kl, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_layers_are_matched_with_those_that_the_decoder_has_of_the_target(target: Any) -> None:
+    """A drafter that is cut reads, in its second layer, what the target's kept layer reads."""
+    family = families()[target.config.model_type]
+    source = shape_of(target.config, family)
+    kept = Selection.of_layers(source, (0, 1, 3))
+    batch = collate([row_of(5, 3, seed=1), row_of(2, 7, seed=2)], 64)
+    reads = Teacher(target, kept=kept)(batch).reads
+    drafter = compact_model(target, family, kept)
+    own = states_at_answers(drafter.base_model, batch, (1, 2))[1]
+    assert len(reads) == len(own) == 2
+    assert torch.allclose(own[0], reads[0], atol=1e-5)
+    # What the third layer reads of the target has gone through one that the drafter lacks.
+    assert not torch.allclose(own[1], reads[1], atol=1e-2)
+    assert float(distance_of_reads(own[:1], reads[:1]).max()) < 1e-6
+
+
+def test_what_layers_read_is_matched_on_the_road(recipe: Path, tmp_path: Path) -> None:
+    overrides = ["distill.teacher=live", "distill.hidden_matching=0.5", "distill.steps=6"]
+    run = Run(load(str(recipe), overrides), tmp_path / "out")
+    run_stages(run, ("trace", "prune", "distill"))
+    shutil.copytree(tmp_path / "out", tmp_path / "without")
+    without = Run(load(str(recipe), [overrides[0], overrides[2]]), tmp_path / "without")
+    run_stages(without, ("distill",))
+    ours, theirs = (
+        json.loads((r.folder("distilled") / "curve.json").read_text())[0]["loss"]
+        for r in (run, without)
+    )
+    assert ours > theirs
 
 
 def row_of(source: int, answer: int, seed: int) -> TraceRow:
