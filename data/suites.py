@@ -70,7 +70,7 @@ FORMATS = (
     # XSum
     Format(("document", "summary"), "Summarize in one sentence:\n{document}"),
     # Pairs of sentences, of which a translator reads the first
-    Format(("source", "target"), "{source}", plain=True),
+    Format(("source", "target"), "{source}"),
     # GSM8K
     Format(("question", "answer"), "{question}"),
 )

@@ -344,6 +344,10 @@ def _checkpoint_facts(found: Mapping[str, Any]) -> dict[str, str]:
     }
     if found["cut_from"] is not None:
         facts["vocabulary"] = f"cut from {found['cut_from']:,} tokens, with a map to them"
+    if (block := found["block_drafting"]) is not None:
+        facts["drafts"] = (
+            f"blocks of {block['size']} tokens in one pass, masked by {block['mask_id']}"
+        )
     facts |= {f"note {i + 1}": note for i, note in enumerate(found["notes"])}
     return facts | _origin(found)
 

@@ -172,7 +172,6 @@ def check(run: Run) -> Shape:
 
     config = load_config(run.source)
     family, source = describe(config, run.source)
-    _check_repeat(run, family)
     _check_block(run, config, family)
     if family.has_encoder:
         _check_encoder_decoder(run, family)
@@ -183,8 +182,9 @@ def check(run: Run) -> Shape:
         )
     prune = run.recipe.prune
     _, shape = goal_of(run, family, source)
-    shape = replace(shape, encoder_layers=shape.encoder_layers * prune.encoder_repeat)
     check_method(prune.method, source, shape)
+    _check_encoder(run, family, source, shape)
+    shape = replace(shape, encoder_layers=shape.encoder_layers * prune.encoder_repeat)
     target = load_configs(run.target)
     target_family, target_shape = describe(target.config, run.target)
     rows = tokenizer_rows(target.config, target_family, target_shape.vocab)
@@ -254,23 +254,28 @@ def _check_places(run: Run, own: int | None, target: int | None) -> None:
         )
 
 
-def _check_repeat(run: Run, family: Family) -> None:
-    """Refuse a deeper encoder that is none, or that would never learn.
+def _check_encoder(run: Run, family: Family, source: Shape, shape: Shape) -> None:
+    """Refuse another encoder that is none, or that would never learn.
 
     Raises:
         RequestError: naming the key.
     """
-    if (times := run.recipe.prune.encoder_repeat) == 1:
+    times, place = run.recipe.prune.encoder_repeat, "recipe.prune.encoder_repeat"
+    if times > 1 and not family.has_encoder:
+        raise RequestError(f"{place}: {times}: {run.source.spec} has no encoder; leave it out")
+    if run.recipe.distill.train != "decoder":
         return
-    if not family.has_encoder:
+    if times > 1:
         raise RequestError(
-            f"recipe.prune.encoder_repeat: {times}: {run.source.spec} has no encoder; leave it out"
+            f"{place}: {times}: with distill.train: decoder the encoder is the target's, which has "
+            "each layer once; set distill.train: all, or leave it out"
         )
-    if run.recipe.distill.train == "decoder":
-        raise RequestError(
-            f"recipe.prune.encoder_repeat: {times}: with distill.train: decoder the encoder is the "
-            "target's, which has each layer once; set distill.train: all, or leave it out"
-        )
+    for axis in ("encoder_layers", "encoder_heads", "encoder_ffn", "hidden"):
+        if (kept := getattr(shape, axis)) != getattr(source, axis):
+            raise RequestError(
+                f"recipe.prune.shape.{axis}: {kept}: with distill.train: decoder an encoder that "
+                "was cut would never learn; set distill.train: all, or leave it out"
+            )
 
 
 def _check_block(run: Run, config: Any, family: Family) -> None:

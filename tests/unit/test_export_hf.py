@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from draftsmith.checkpoints.export import hf
+from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
+from draftsmith.checkpoints.growing import start_block_drafting
 from draftsmith.checkpoints.loading import load_model
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipes.schema import ExportSettings
-from tests.conftest import job_of, make_model
+from tests.conftest import TINY_VOCAB, job_of, make_model
 
 Save = Callable[..., Path]
 
@@ -27,6 +29,19 @@ def test_every_family_says_the_same_greedy_text(
     assert report.parity.max_difference == 0.0
     assert report.parity.greedy_identical == report.parity.greedy_compared == 24
     assert report.parity.tie is None
+
+
+def test_how_it_is_started_is_what_it_is(save: Save, tmp_path: Path) -> None:
+    """By the class that loads it; a drafter of blocks by its own file, and by no runtime."""
+    model = make_model("marian")
+    plain = hf.export(job_of(model, save(model, name="target")), tmp_path, ExportSettings())
+    assert "AutoModelForSeq2SeqLM" in plain.launch
+    assert "assistant_model" in plain.launch
+    blocks = start_block_drafting(model, families()["marian"], 3, range(TINY_VOCAB - 1))
+    found = hf.export(job_of(blocks, tmp_path / "target"), tmp_path, ExportSettings())
+    assert "trust_remote_code=True" in found.launch
+    assert "assistant_model" not in found.launch
+    assert (tmp_path / "hf" / "modeling_block_drafter.py").is_file()
 
 
 def test_a_text_that_is_not_greedy_fails(

@@ -48,6 +48,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "humaneval": (HUMANEVAL, CODE, "HumanEval/0", "set"),
     "gsm8k": (GSM8K, TEXT, "1", "set"),
+    "pairs": ({"source": TEXT, "target": "neun"}, TEXT, "1", "set"),
     "mmlu": (
         MMLU,
         "how many?\nA. one\nB. two\nC. three\nD. six\nAnswer:",
