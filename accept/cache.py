@@ -10,9 +10,10 @@ from torch import Tensor
 from draftsmith.checkpoints.families import family_of
 from draftsmith.checkpoints.generation import cache_argument
 from draftsmith.checkpoints.pair import context_of
+from draftsmith.data.sound import Sound
 
-# What an encoder reads: token ids, or features [bands, frames] of sound.
-Source = Sequence[int] | Tensor
+# What an encoder reads: token ids, a sound, or features [bands, frames] of one.
+Source = Sequence[int] | Sound | Tensor
 
 
 def cached(model: Any) -> "CachedModel":
@@ -315,6 +316,7 @@ class CachedEncoderDecoder(CachedModel):
         Returns:
             Of each row, the ids after the start, up to an end if there is one.
         """
+        from transformers import GenerationMixin
         from transformers.modeling_outputs import BaseModelOutput
 
         own, rows = self.model.generation_config, len(self._encoded)
@@ -324,7 +326,9 @@ class CachedEncoderDecoder(CachedModel):
         # What settings leave open would be taken from the model's own.
         self.model.generation_config = settings
         try:
-            found = self.model.generate(
+            # Not a model's own way, which cuts sounds into windows.
+            found = GenerationMixin.generate(
+                self.model,
                 encoder_outputs=BaseModelOutput(last_hidden_state=self._encoded),
                 attention_mask=heard,
                 decoder_input_ids=torch.tensor([list(start)] * rows, device=self.device),
@@ -339,14 +343,15 @@ class CachedEncoderDecoder(CachedModel):
     def _encode(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
         """The encoder's states [B, S, H] and, where sources were padded, their mask [B, S]."""
         encoder = self.model.get_encoder()
-        if isinstance(sources[0], Tensor):
-            features = torch.stack([s for s in sources if isinstance(s, Tensor)])
-            features = features.to(self.device, self.model.dtype)
-            return encoder(input_features=features).last_hidden_state, None
-        width = max(map(len, sources))
-        ids = torch.zeros((len(sources), width), dtype=torch.long)
+        features = [_features(s) for s in sources if isinstance(s, Tensor | Sound)]
+        if features:
+            features_BMF = torch.stack(features).to(self.device, self.model.dtype)
+            return encoder(input_features=features_BMF).last_hidden_state, None
+        texts = [s for s in sources if not isinstance(s, Tensor | Sound)]
+        width = max(map(len, texts))
+        ids = torch.zeros((len(texts), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row, source in enumerate(sources):
+        for row, source in enumerate(texts):
             ids[row, : len(source)] = torch.tensor(list(source))
             mask[row, : len(source)] = 1
         ids, mask = ids.to(self.device), mask.to(self.device)
@@ -412,6 +417,10 @@ def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
     """Up to the first end, after which there is padding."""
     last = next((place for place, i in enumerate(ids) if i in ends), len(ids))
     return ids[: last + 1]
+
+
+def _features(source: Tensor | Sound) -> Tensor:
+    return source.features() if isinstance(source, Sound) else source
 
 
 def _same(some: Sequence[Source], others: Sequence[Source]) -> bool:

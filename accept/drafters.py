@@ -10,6 +10,7 @@ from draftsmith.accept.cache import CachedModel, Source
 from draftsmith.accept.verify import Draft
 from draftsmith.accept.warping import Warping, draw
 from draftsmith.checkpoints.pair import SharedVocabulary
+from draftsmith.data.sound import Sound
 from draftsmith.errors import RequestError
 
 Texts = Sequence[Sequence[int]]
@@ -244,7 +245,7 @@ class PromptLookup:
     def reset(self, rows: int, seeds: Sequence[int], sources: Sequence[Source] = ()) -> None:
         """Remember what can be copied from besides the texts."""
         known = self._copies_sources
-        tokens = [[] if isinstance(s, Tensor) or not known else list(s) for s in sources]
+        tokens = [[] if isinstance(s, Tensor | Sound) or not known else list(s) for s in sources]
         self._sources = tokens or [[] for _ in range(rows)]
 
     def propose(self, texts: Texts, lookaheads: Sequence[int]) -> list[Draft]:

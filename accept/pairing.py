@@ -29,6 +29,7 @@ from draftsmith.checkpoints.pair import (
 )
 from draftsmith.data.chat import Prompt, read_prompts
 from draftsmith.data.progress import say
+from draftsmith.data.sound import Sound
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import ScoreSettings
 
@@ -181,13 +182,9 @@ def prompts_for(
         RequestError: a prompt can't be used, or leaves no room for an answer.
     """
     family, _ = describe(configs.config, target)
-    if family.config.mel_bins:
-        raise RequestError(
-            f"{target.spec}: {family.name} hears sound, and prompts are text; give a target that "
-            "reads text"
-        )
     start = decoder_start(configs) if family.has_encoder else None
-    prompts = read_prompts(settings.prompts, tokenizer, settings.limit, start)
+    listener = target.folder if family.config.mel_bins else None
+    prompts = read_prompts(settings.prompts, tokenizer, settings.limit, start, listener)
     check_lengths(prompts, context_of(configs.config, family))
     return prompts
 
@@ -235,7 +232,11 @@ def check_lengths(prompts: Sequence[Prompt], context: int | None, whose: str = "
     Raises:
         RequestError: naming the longest one.
     """
-    longest = max(prompts, key=lambda p: len(p.source or p.ids))
+    # How long a sound may be was checked when it was read.
+    texts = [p for p in prompts if not isinstance(p.source, Sound)]
+    if not texts:
+        return
+    longest = max(texts, key=lambda p: len(p.source or p.ids))
     length = len(longest.source or longest.ids)
     # An encoder needs no room for an answer, which stands in the decoder.
     if context is not None and length >= context + (longest.source is not None):

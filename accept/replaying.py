@@ -23,6 +23,7 @@ from draftsmith.accept.verify import Verification
 from draftsmith.accept.warping import Warping
 from draftsmith.data.chat import Prompt
 from draftsmith.data.progress import Progress
+from draftsmith.data.sound import Sound
 from draftsmith.data.traces import TraceRow, TraceStore
 from draftsmith.errors import RequestError
 
@@ -37,7 +38,7 @@ class Replayable:
         limit: the most tokens that it could have had.
         logprobs: [N] log p of the answer under the warping that it was drawn with; None: greedy.
         domain: what kind of text it is.
-        source: what the target's encoder read.
+        source: what the target's encoder read or heard.
     """
 
     prompt: Sequence[int]
@@ -45,7 +46,7 @@ class Replayable:
     limit: int
     logprobs: NDArray[Any] | None = None
     domain: str = "all"
-    source: tuple[int, ...] | None = None
+    source: tuple[int, ...] | Sound | None = None
 
 
 def can_replay(drafter: Drafter, verification: Verification) -> bool:
@@ -133,6 +134,9 @@ def _of_row(row: TraceRow, stop_ids: frozenset[int], most: int | None) -> Replay
         answer,
         limit,
         row.logprobs if row.sampled else None,
+        # Without a name, one domain of all.
+        row.domain or "all",
+        row.read,
     )
 
 

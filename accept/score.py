@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from draftsmith.accept.cache import CachedModel
@@ -35,6 +36,7 @@ from draftsmith.checkpoints.layout import cache_bytes
 from draftsmith.checkpoints.loading import describe
 from draftsmith.data.chat import Prompt
 from draftsmith.data.progress import say
+from draftsmith.data.sound import Sound
 from draftsmith.data.traces import TraceStore
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import ScoreSettings
@@ -85,6 +87,7 @@ def score_drafter(
         _check_traces(request, settings, traces)
         tokens = len(request.tokenizer.get_vocab())
         texts = of_traces(traces, verification, stop_ids(request.configs), tokens)
+        _check_sources(request, texts, traces)
         texts = texts[: settings.limit]
         if settings.mode == "replay":
             return _score_traces(request, settings, verification, texts, traces.folder)
@@ -100,13 +103,8 @@ def _check_traces(request: Request, settings: ScoreSettings, store: TraceStore) 
     """Refuse traces where they can't be used.
 
     Raises:
-        RequestError: nothing is replayed, or they are not of this kind of target.
+        RequestError: nothing is replayed, or the target has to be loaded.
     """
-    if describe(request.configs.config, request.target)[0].has_encoder:
-        raise RequestError(
-            f"{store.folder}: {request.target.spec} is an encoder–decoder, whose traces can't be "
-            "replayed yet; leave the traces out"
-        )
     if settings.mode == "decode":
         raise RequestError(f"{store.folder}: mode decode replays nothing; leave the traces out")
     if settings.mode == "replay" and settings.samples:
@@ -116,6 +114,22 @@ def _check_traces(request: Request, settings: ScoreSettings, store: TraceStore) 
         )
     if store.about["target"] != request.target.spec:
         say(f"note: the traces are of {store.about['target']}, not of {request.target.spec}")
+
+
+def _check_sources(request: Request, texts: Sequence[Replayable], store: TraceStore) -> None:
+    """Refuse traces of what the target can't take in.
+
+    Raises:
+        RequestError: they are of text, and it hears; or the like.
+    """
+    family, _ = describe(request.configs.config, request.target)
+    kinds = {NoneType: "no encoder", tuple: "an encoder of text", Sound: "an encoder of sound"}
+    own = Sound if family.config.mel_bins else tuple if family.has_encoder else NoneType
+    if (found := type(texts[0].source)) is not own:
+        raise RequestError(
+            f"{store.folder}: traces of a target with {kinds[found]}, and {request.target.spec} "
+            f"has {kinds[own]}; give traces of its own"
+        )
 
 
 def _names(request: Request, model: CachedModel | None, prompts: str) -> dict[str, Any]:

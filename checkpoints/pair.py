@@ -55,8 +55,8 @@ def own_vocabulary(tokenizer: Any, model_vocab: int) -> SharedVocabulary:
 
 
 def said_vocabulary(tokenizer: Any, config: Any, family: Family, rows: int) -> SharedVocabulary:
-    """The ids that a model may say; its tokenizer knows them only if it reads the same tokens."""
-    if not family.one_vocabulary(config):
+    """The ids that a model may say; its tokenizer may not know all of them."""
+    if family.says_unnamed(config):
         return SharedVocabulary(rows)
     return own_vocabulary(tokenizer, rows)
 
@@ -118,8 +118,8 @@ def check_pair(target: ModelRef, drafter: ModelRef) -> PairCheck:
         tokenizer_rows(target_config, target_family, target_shape.vocab),
         tokenizer_rows(drafter_config, drafter_family, drafter_rows),
     )
-    if not target_family.one_vocabulary(target_config):
-        # The tokenizers agree on what is read; what is written has ids of its own.
+    if target_family.says_unnamed(target_config):
+        # The tokenizers agree on what they name; what is written has ids beyond that.
         _check_written(target, target_shape.vocab, drafter, drafter_rows)
         shared = SharedVocabulary(target_shape.vocab)
     if token_map is not None:

@@ -9,7 +9,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from draftsmith.data.progress import say
-from draftsmith.data.suites import READY, Row, file_rows, hub_rows, hub_set
+from draftsmith.data.sound import SUFFIXES, Sound, read_sound
+from draftsmith.data.suites import READY, Row, file_rows, hub_rows, hub_set, named_sounds
 from draftsmith.errors import RequestError
 
 # A text that no template would contain or change, to see what a template writes around it.
@@ -31,7 +32,7 @@ class Prompt:
     name: str
     ids: tuple[int, ...]
     domain: str = "all"
-    source: tuple[int, ...] | None = None
+    source: tuple[int, ...] | Sound | None = None
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -126,15 +127,15 @@ def suites() -> dict[str, Path]:
 
 
 def prompt_file(spec: str) -> Path:
-    """The file of a prompt set, given its path or the name of a shipped suite.
+    """The file or folder of a prompt set, given its path or the name of a shipped suite.
 
     Raises:
-        RequestError: there is no such file; or the prompts come from the hub, so there is none.
+        RequestError: there is no such thing; or the prompts come from the hub, so there is none.
     """
     if hub_set(spec) is not None:
         raise RequestError(f"prompts {spec}: a data set of the hub is no file; give a file's path")
     path = suites().get(spec, Path(spec).expanduser())
-    if not path.is_file():
+    if not path.exists():
         raise RequestError(
             f"prompts {spec}: no such file, nor a shipped suite ({', '.join(suites())}), nor one "
             f"that is read from the hub ({', '.join(READY)}, or hub:OWNER/NAME?option=value)"
@@ -143,7 +144,7 @@ def prompt_file(spec: str) -> Path:
 
 
 def prompt_inputs(spec: str) -> dict[str, Path]:
-    """The files on which a prompt set depends, by its spec.
+    """The files on which a prompt set depends, by its spec and the paths of the sounds it names.
 
     None for a set of the hub: its spec says all that is known of it without asking the hub, so a
     finished run is recognised offline. `revision=` pins what the spec means.
@@ -151,11 +152,18 @@ def prompt_inputs(spec: str) -> dict[str, Path]:
     Raises:
         RequestError: as for `prompt_file`, and for a bad spec of the hub.
     """
-    return {} if hub_set(spec) is not None else {spec: prompt_file(spec)}
+    if hub_set(spec) is not None:
+        return {}
+    path = prompt_file(spec)
+    return {spec: path} | {str(sound): sound for sound in named_sounds(path)}
 
 
 def read_prompts(
-    spec: str, tokenizer: Any, limit: int | None = None, start: Sequence[int] | None = None
+    spec: str,
+    tokenizer: Any,
+    limit: int | None = None,
+    start: Sequence[int] | None = None,
+    listener: Path | None = None,
 ) -> list[Prompt]:
     """Read prompts as the target would see them.
 
@@ -168,6 +176,8 @@ def read_prompts(
         limit: use the first prompts only.
         start: for an encoder–decoder, what its decoder reads before it writes; rows are then what
             its encoder reads, and none is a chat.
+        listener: for one that hears, the folder of its feature extractor; every row is then the
+            `audio` of a file, or a file of the folder that `spec` is.
 
     Raises:
         RequestError: there is no such set, it is empty, or a row cannot be used (naming its line).
@@ -178,21 +188,47 @@ def read_prompts(
     if not used:
         raise RequestError(
             f"prompts {spec}: no row was left; "
-            + ("check split= and max_chars=" if hub else "the file is empty")
+            + ("check split= and max_chars=" if hub else _nothing_in(prompt_file(spec)))
         )
     if cut := sum(row.more_turns for row in used):
         say(f"note: prompts {spec}: {cut} of {len(used)} rows have further turns, left out")
     if start is None:
         return [Prompt(row.name, _encoded(row, tokenizer), row.domain) for row in used]
+    if listener is not None:
+        return [Prompt(r.name, tuple(start), r.domain, _heard(r, listener)) for r in used]
     return [
         Prompt(row.name, tuple(start), row.domain, _encoded(row, tokenizer, encoder=True))
         for row in used
     ]
 
 
-def _encoded(row: Row, tokenizer: Any, encoder: bool = False) -> tuple[int, ...]:
+def _nothing_in(path: Path) -> str:
+    """Why a file or folder gave no row."""
+    return f"no file in it ends in {', '.join(SUFFIXES)}" if path.is_dir() else "the file is empty"
+
+
+def _heard(row: Row, listener: Path) -> Sound:
+    if not isinstance(row.content, Path):
+        raise RequestError(
+            f"{row.place}: a text, and the target hears sound; give `audio`, the path of a file "
+            f"({', '.join(SUFFIXES)})"
+        )
     try:
-        ids = _row_source(row, tokenizer) if encoder else _row_ids(row, tokenizer)
+        return read_sound(row.content, listener)
+    except RequestError as error:
+        named = row.place != str(row.content)
+        raise RequestError(f"{row.place}: {error}" if named else str(error)) from None
+
+
+def _encoded(row: Row, tokenizer: Any, encoder: bool = False) -> tuple[int, ...]:
+    content = row.content
+    try:
+        if isinstance(content, Path):
+            raise RequestError("a sound, and the target reads text; give `prompt` without `audio`")
+        if encoder:
+            ids = _row_source(content, tokenizer)
+        else:
+            ids = _row_ids(content, row.plain, tokenizer)
     except RequestError as error:
         raise RequestError(f"{row.place}: {error}") from None
     if not ids:
@@ -200,17 +236,17 @@ def _encoded(row: Row, tokenizer: Any, encoder: bool = False) -> tuple[int, ...]
     return tuple(ids)
 
 
-def _row_source(row: Row, tokenizer: Any) -> list[int]:
-    if not isinstance(row.content, str):
+def _row_source(content: str | list[Any], tokenizer: Any) -> list[int]:
+    if not isinstance(content, str):
         raise RequestError("messages are for chats; an encoder reads one text, as `prompt`")
-    return encode_source(tokenizer, row.content)
+    return encode_source(tokenizer, content)
 
 
-def _row_ids(row: Row, tokenizer: Any) -> list[int]:
-    if not isinstance(row.content, str):
+def _row_ids(content: str | list[Any], plain: bool, tokenizer: Any) -> list[int]:
+    if not isinstance(content, str):
         if not has_chat(tokenizer):
             raise RequestError("messages need a chat template, and the target has none")
-        return encode_chat(tokenizer, row.content)
-    if has_chat(tokenizer) and not row.plain:
-        return encode_chat(tokenizer, [{"role": "user", "content": row.content}])
-    return encode_text(tokenizer, row.content)
+        return encode_chat(tokenizer, content)
+    if has_chat(tokenizer) and not plain:
+        return encode_chat(tokenizer, [{"role": "user", "content": content}])
+    return encode_text(tokenizer, content)

@@ -10,12 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from string import Formatter
 from typing import Any
 from urllib.parse import unquote
 
 from draftsmith.data.corpus import is_unicode, lines_of, parquet_rows
+from draftsmith.data.sound import sound_files
 from draftsmith.errors import RequestError
 
 _HUB = "hub:"
@@ -38,6 +40,7 @@ class Format:
         id: field of the row's name.
         domain: field of what kind of prompt it is.
         turns: field of the turns, of which only the first is used.
+        sound: what `prompt` gives is the path of a file of sound.
     """
 
     told_by: tuple[str, ...]
@@ -46,12 +49,15 @@ class Format:
     id: str = "id"
     domain: str = "domain"
     turns: str = ""
+    sound: bool = False
 
 
 _CHOICES = "".join(f"\n{letter}. {{choices[{i}]}}" for i, letter in enumerate("ABCD"))
 
 # In order: the first that fits a row is meant.
 FORMATS = (
+    # A sound, whatever stands beside it: its text would give the answer away.
+    Format(("audio",), "{audio}", sound=True),
     # A chat, which needs no template.
     Format(("messages",), ""),
     # MT-bench and Spec-Bench as files, and MT-bench as it is on the hub
@@ -133,7 +139,7 @@ class Row:
         place: where it is, for errors.
         name: its id, or its number.
         domain: what kind of prompt it is.
-        content: a user's turn, plain text, or the messages of a chat.
+        content: a user's turn, plain text, the messages of a chat, or a file of sound.
         plain: the text is to be continued, never a user's turn.
         more_turns: it has further turns, which are left out.
     """
@@ -141,7 +147,7 @@ class Row:
     place: str
     name: str
     domain: str
-    content: str | list[Any]
+    content: str | list[Any] | Path
     plain: bool = False
     more_turns: bool = False
 
@@ -188,19 +194,39 @@ def hub_rows(hub: HubSet) -> Iterator[Row]:
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """Read the rows of a file: JSONL (plain, .gz, .zst) or parquet.
+    """Read the rows of a file: JSONL (plain, .gz, .zst) or parquet; or a folder of sounds.
 
     Raises:
         RequestError: a row cannot be used, naming its line; or the file is damaged. Unlike those
             of a corpus, rows are never left out: figures would be of other prompts than asked.
     """
+    if path.is_dir():
+        yield from _sounds(path)
+        return
     domain = Path(path.name.removesuffix(".gz").removesuffix(".zst")).stem
     counts: Counter[str] = Counter()
     rows = _parquet(path, counts) if path.name.endswith(".parquet") else _jsonl(path, counts)
     for number, row in rows:
-        yield _read(row, f"{path}:{number}", number, domain)
+        yield _read(row, f"{path}:{number}", number, domain, folder=path.parent)
     if counts:
         raise RequestError(_damaged(path, counts))
+
+
+def named_sounds(path: Path) -> list[Path]:
+    """The files of sound that the rows of a JSONL name, as far as they exist; none for texts."""
+    if path.is_dir() or path.name.endswith(".parquet"):
+        return []
+    # All rows of a file are for one target; of texts no more than the first is looked at.
+    named = takewhile(
+        lambda content: isinstance(content, Path), (r.content for r in file_rows(path))
+    )
+    return [content for content in named if isinstance(content, Path) and content.is_file()]
+
+
+def _sounds(folder: Path) -> Iterator[Row]:
+    for path in sound_files(folder):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        yield Row(place=str(path), name=name, domain=folder.name, content=path)
 
 
 def _options(spec: str, options: str) -> dict[str, Any]:
@@ -310,28 +336,40 @@ def _damaged(path: Path, counts: Counter[str]) -> str:
 
 
 def _read(
-    row: dict[str, Any], place: str, number: int, domain: str, asked: HubSet = _NOTHING
+    row: dict[str, Any],
+    place: str,
+    number: int,
+    domain: str,
+    asked: HubSet = _NOTHING,
+    folder: Path = Path(),
 ) -> Row:
-    """A row by what was asked of it, and for the rest by its format."""
+    """A row by what was asked of it, and for the rest by its format; sounds start at `folder`."""
     form = next((f for f in FORMATS if _fits(f, row)), None)
     if template := asked.prompt or asked.text:
-        form = replace(form or _ANY, prompt=template, plain=bool(asked.text), turns="")
+        form = replace(form or _ANY, prompt=template, plain=bool(asked.text), turns="", sound=False)
     try:
         if form is None:
             raise RequestError(
-                f"no prompt, text or messages, and of no known format ({_fields_of(row)}); "
+                f"no prompt, text, messages or audio, and of no known format ({_fields_of(row)}); "
                 "name the field `prompt`, or for a set of the hub give prompt={field}"
             )
         return Row(
             place=place,
             name=_label(row, asked.id, "id", form.id) or str(number),
             domain=_label(row, asked.domain, "domain", form.domain) or domain,
-            content=_text(row, form) if form.prompt else _messages(row["messages"]),
+            content=_content(row, form, folder),
             plain=form.plain,
             more_turns=bool(form.turns) and len(row[form.turns]) > 1,
         )
     except RequestError as error:
         raise RequestError(f"{place}: {error}") from None
+
+
+def _content(row: dict[str, Any], form: Format, folder: Path) -> str | list[Any] | Path:
+    if not form.prompt:
+        return _messages(row["messages"])
+    text = _text(row, form)
+    return folder / Path(text).expanduser() if form.sound else text
 
 
 def _text(row: dict[str, Any], form: Format) -> str:
@@ -402,5 +440,5 @@ def _fields_of(row: dict[str, Any]) -> str:
     return f"the row's fields: {', '.join(row) or 'none'}"
 
 
-def _length(content: str | list[Any]) -> int:
+def _length(content: str | list[Any] | Path) -> int:
     return len(content if isinstance(content, str) else json.dumps(content, default=str))

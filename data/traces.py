@@ -10,11 +10,14 @@ A store is a folder of safetensors shards and an index. A shard holds rows one a
     top_ids         uint16 or int32 [A, n]   the target's n likeliest tokens at each answer position
     top_logprobs    float16 [A, n]  and their log-probabilities at temperature 1
     sources         int32   [S]     what the encoder of an encoder–decoder read, of every row
-    source_lengths  int32   [R]     tokens of each; both are left out without an encoder
+    sounds          int16   [S]     in place of `sources`: what an encoder heard, as samples
+    source_lengths  int32   [R]     tokens or samples of each; left out without an encoder
     beams           uint16  [R]     beams by which the answer was searched, 1: none; left out if all
                                     are 1
     domains         uint16  [R]     what kind of prompt, as a number in the names that the shard's
                                     metadata hold (JSON under `domains`); left out if none has one
+
+Beside shards with sounds lie the settings of the feature extractor through which they are heard.
 """
 
 import hashlib
@@ -29,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.data.files import sha256, write_file, write_json
+from draftsmith.data.sound import Sound
 from draftsmith.errors import DraftsmithError, RequestError
 
 FORMAT = "draftsmith-traces"
@@ -49,8 +53,8 @@ class TraceRow:
         top_ids: [A, n] ids, likeliest first.
         top_logprobs: float16 [A, n].
         domain: what kind of prompt it is; empty if that isn't known.
-        source: int32 [S], what the target's encoder read, if it has one; the prompt is then what
-            its decoder began with.
+        source: int32 [S], what the target's encoder read, if it has one, or the sound that it
+            heard; the prompt is then what its decoder began with.
         beams: by so many the answer was searched; 1: it was not.
     """
 
@@ -61,7 +65,7 @@ class TraceRow:
     top_ids: NDArray[Any]
     top_logprobs: NDArray[np.float16]
     domain: str = ""
-    source: NDArray[np.int32] | None = None
+    source: NDArray[np.int32] | Sound | None = None
     beams: int = 1
 
     @property
@@ -70,12 +74,19 @@ class TraceRow:
         return not self.sampled and self.beams == 1
 
     @property
+    def read(self) -> tuple[int, ...] | Sound | None:
+        """What the target's encoder takes in: ids, or a sound."""
+        if self.source is None or isinstance(self.source, Sound):
+            return self.source
+        return tuple(self.source.tolist())
+
+    @property
     def answer(self) -> NDArray[np.int32]:
         """The tokens that the target wrote."""
         return self.tokens[self.prompt_length :]
 
     @property
-    def content(self) -> NDArray[np.int32]:
+    def content(self) -> NDArray[np.int32] | Sound:
         """By which it is held out: the source, which is known before it is answered; else all."""
         return self.tokens if self.source is None else self.source
 
@@ -86,6 +97,11 @@ class TraceRow:
     def is_cut(self, stop_ids: Container[int]) -> bool:
         """Whether the answer has no end."""
         return int(self.answer[-1]) not in stop_ids
+
+
+def stored(read: tuple[int, ...] | Sound | None) -> NDArray[np.int32] | Sound | None:
+    """What an encoder takes in, as a row keeps it: the other way of `TraceRow.read`."""
+    return np.array(read, np.int32) if isinstance(read, tuple) else read
 
 
 @dataclass(frozen=True)
@@ -144,8 +160,10 @@ def pack_rows(rows: Sequence[TraceRow]) -> dict[str, NDArray[Any]]:
     }
     sources = [r.source for r in rows if r.source is not None]
     if sources:
-        arrays["sources"] = np.concatenate(sources).astype(np.int32)
         arrays["source_lengths"] = np.array([len(s) for s in sources], np.int32)
+        sounds = [s.samples for s in sources if isinstance(s, Sound)]
+        read = [s.astype(np.int32) for s in sources if not isinstance(s, Sound)]
+        arrays["sounds" if sounds else "sources"] = np.concatenate(sounds or read)
     if any(row.beams > 1 for row in rows):
         arrays["beams"] = np.array([row.beams for row in rows], np.uint16)
     if (names := domain_names(rows)) != [""]:
@@ -154,20 +172,24 @@ def pack_rows(rows: Sequence[TraceRow]) -> dict[str, NDArray[Any]]:
 
 
 def unpack_rows(
-    arrays: dict[str, NDArray[Any]], domains: Sequence[str] = ("",)
+    arrays: dict[str, NDArray[Any]], domains: Sequence[str] = ("",), listener: Path = Path()
 ) -> Iterator[TraceRow]:
     """The rows of a shard, as views of its arrays.
 
     Args:
         arrays: as `pack_rows` makes them.
         domains: names for the numbers of the array `domains`; without one all are the first.
+        listener: of sounds, as of `Sound`.
     """
     token_at = answer_at = 0
     rows = len(arrays["row_lengths"])
-    sources: list[NDArray[np.int32] | None] = [None] * rows
-    if "sources" in arrays:
-        ends = arrays["source_lengths"].cumsum()
-        sources = list(np.split(arrays["sources"], ends[:-1]))
+    sources: list[NDArray[np.int32] | Sound | None] = [None] * rows
+    if "source_lengths" in arrays:
+        ends = arrays["source_lengths"].cumsum()[:-1]
+        if "sounds" in arrays:
+            sources = [Sound(own, listener) for own in np.split(arrays["sounds"], ends)]
+        else:
+            sources = list(np.split(arrays["sources"], ends))
     for length, prompt, sampled, domain, source, beams in zip(
         arrays["row_lengths"].tolist(),
         arrays["prompt_lengths"].tolist(),
@@ -220,7 +242,7 @@ def read_shard(path: Path) -> list[TraceRow]:
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             domains = json.loads((file.metadata() or {}).get("domains", '[""]'))
-        return list(unpack_rows(arrays, domains))
+        return list(unpack_rows(arrays, domains, path.parent))
     except (SafetensorError, OSError, LookupError, ValueError) as error:
         raise DraftsmithError(
             f"{path}: damaged trace shard ({error}); delete it and start the same command again"
@@ -356,7 +378,7 @@ def notes_on(about: Mapping[str, Any]) -> list[str]:
     return [f"{count:,} {what}" for what, count in counted.items() if count]
 
 
-def is_held_out(content: NDArray[np.int32], share: float) -> bool:
+def is_held_out(content: NDArray[np.int32] | Sound, share: float) -> bool:
     """Whether a row is for validation: by its `content`, so equal rows are never on both sides.
 
     Nor are two answers to one source.

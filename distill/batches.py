@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftsmith.data.mixture import Mixture
 from draftsmith.data.packing import PackedRow, State
+from draftsmith.data.sound import Sound
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.losses import Traces
 from draftsmith.errors import DraftsmithError, RequestError
@@ -38,9 +39,9 @@ class Batch:
         traces: what the target said there.
         weights: [A] what each position counts; none: 1.
         position_ids: [B, T] where tokens don't stand in their order; none: they do.
-        sources: [B, S] what an encoder reads, padded on the right; none without an encoder. Or
-            [B/n, S], each for n rows side by side.
-        source_mask: of the same shape, 1 for its tokens.
+        sources: [B, S] what an encoder reads, padded on the right, or [B, bands, frames] what it
+            hears; none without an encoder. Or [B/n, …], each for n rows side by side.
+        source_mask: [B, S] or [B/n, S], 1 for its tokens; none of sound.
     """
 
     ids: Tensor
@@ -109,8 +110,14 @@ def collate(
 
 
 def _padded_sources(rows: Sequence[TraceRow]) -> tuple[Tensor | None, Tensor | None]:
-    """What encoders read, [B, S], whole, and its mask; none without an encoder."""
-    read = [torch.from_numpy(r.source.astype(np.int64)) for r in rows if r.source is not None]
+    """What encoders read, [B, S], whole, and its mask; none without an encoder.
+
+    Of sounds features, [B, bands, frames], all of one length.
+    """
+    sources = [r.source for r in rows if r.source is not None]
+    if heard := [s.features() for s in sources if isinstance(s, Sound)]:
+        return torch.stack(heard), None
+    read = [torch.from_numpy(s.astype(np.int64)) for s in sources if not isinstance(s, Sound)]
     if not read:
         return None, None
     masks = [torch.ones_like(source) for source in read]
@@ -257,8 +264,9 @@ class BatchStream:
 
 
 def _length(row: TraceRow) -> int:
-    """By which rows are sorted: tokens of both sides."""
-    return len(row.tokens) + (0 if row.source is None else len(row.source))
+    """By which rows are sorted: tokens of both sides; the features of sounds are of one length."""
+    read = row.source if isinstance(row.source, np.ndarray) else ()
+    return len(row.tokens) + len(read)
 
 
 def _check_domains(weights: Mapping[str, float], rows: Sequence[TraceRow]) -> None:

@@ -131,10 +131,9 @@ def _block_replay(model: Any, settings: DistillSettings) -> Callable[[TraceRow],
     def replayed(row: TraceRow) -> Replayed:
         tokens = row.tokens[: settings.max_length].tolist()
         prompt, answer = tokens[: row.prompt_length], tokens[row.prompt_length :]
-        source = None if row.source is None else row.source.tolist()
         limit = len(answer) + 1
         found = replay_starts(
-            drafter, prompt, answer, lookaheads, limit, drafter.context, source=source
+            drafter, prompt, answer, lookaheads, limit, drafter.context, source=row.read
         )
         first = found[1]
         return Replayed([found[k] for k in lookaheads], first.accepted, first.rounds)

@@ -43,22 +43,36 @@ def _read(body: Any, batch: Batch, *, states: bool) -> Any:
             use_cache=False,
             output_hidden_states=states,
         )
-    encoded = body.get_encoder()(input_ids=batch.sources, attention_mask=batch.source_mask)
+    encoded_BSH = _encoded(body.get_encoder(), batch.sources, batch.source_mask)
     # Rows that share a source stand side by side.
     times = len(batch.ids) // len(batch.sources)
+    masks = {}
+    # Decoders of sound, which is never padded, don't know this one.
+    if batch.source_mask is not None:
+        masks["encoder_attention_mask"] = _repeated(batch.source_mask, times)
     return body.get_decoder()(
         input_ids=batch.ids,
         attention_mask=_fitting(batch.mask, body),
-        encoder_hidden_states=_repeated(encoded.last_hidden_state, times),
-        encoder_attention_mask=_repeated(batch.source_mask, times),
+        encoder_hidden_states=_repeated(encoded_BSH, times),
         use_cache=False,
         output_hidden_states=states,
+        **masks,
     )
 
 
-def _repeated(rows: Any, times: int) -> Any:
-    """Each row so many times; what is not there stays so."""
-    return rows if rows is None or times == 1 else rows.repeat_interleave(times, 0)
+def _encoded(encoder: Any, sources: Tensor, mask: Tensor | None) -> Tensor:
+    """The encoder's states [B, S, H] of ids [B, S], or of features [B, bands, frames]."""
+    if sources.is_floating_point():
+        output = encoder(input_features=sources.to(next(encoder.parameters()).dtype))
+    else:
+        output = encoder(input_ids=sources, attention_mask=mask)
+    states: Tensor = output.last_hidden_state
+    return states
+
+
+def _repeated(rows: Tensor, times: int) -> Tensor:
+    """Each row so many times."""
+    return rows if times == 1 else rows.repeat_interleave(times, 0)
 
 
 def _rows_for(body: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -52,6 +52,7 @@ from draftsmith.data.chat import (
 from draftsmith.data.corpus import corpus_dataset, corpus_files, count_rows, file_domain
 from draftsmith.data.progress import Progress, say
 from draftsmith.data.seeds import derived_seed
+from draftsmith.data.sound import Sound, feature_extractor
 from draftsmith.data.traces import (
     RowKey,
     TraceRow,
@@ -61,6 +62,7 @@ from draftsmith.data.traces import (
     notes_on,
     read_shard,
     shard_name,
+    stored,
     write_index,
     write_shard,
 )
@@ -81,7 +83,7 @@ class Sample:
     prompt: list[int]
     sampled: bool
     domain: str = ""
-    source: tuple[int, ...] | None = None
+    source: tuple[int, ...] | Sound | None = None
     beams: int = 1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -98,7 +100,7 @@ class Sample:
             top_ids=np.stack(self.top_ids).astype(id_type),
             top_logprobs=np.stack(self.top_logprobs).astype(np.float16),
             domain=self.domain,
-            source=None if self.source is None else np.array(self.source, np.int32),
+            source=stored(self.source),
             beams=self.beams,
         )
 
@@ -323,6 +325,12 @@ class Prompts:
                 "recipe.data.source: self: an encoder–decoder writes no prompts for itself; give "
                 "texts for its encoder by corpus or prompts, with path"
             )
+        listener = None if reads is None else reads.listener
+        if listener is not None and data.source == "corpus":
+            raise RequestError(
+                "recipe.data.source: corpus: the target hears sound; set prompts, with path: "
+                "JSONL with rows of `audio`, or a folder of sounds"
+            )
         self.data, self.batch, self.tokenizer, self.reads = data, batch, tokenizer, reads
         self.turn: UserTurn | None = user_turn(tokenizer) if data.source == "self" else None
         self._rows: Iterator[Prompt] = iter(())
@@ -332,7 +340,11 @@ class Prompts:
             self._rows = self._beginnings(seed)
         elif data.source == "prompts":
             start = None if reads is None else reads.start
-            prompts = [p for path in data.path for p in read_prompts(path, tokenizer, start=start)]
+            prompts = [
+                prompt
+                for path in data.path
+                for prompt in read_prompts(path, tokenizer, start=start, listener=listener)
+            ]
             self._rows = self._fitting(prompts)
             self.longest = max(len(p.ids) for p in prompts)
         else:
@@ -439,27 +451,27 @@ class Reads:
     Attributes:
         start: ids that its decoder reads before it writes.
         most: tokens of the longest source that its encoder holds; None: any number.
+        listener: the folder of the feature extractor through which it hears; None: it reads text.
     """
 
     start: tuple[int, ...]
     most: int | None
+    listener: Path | None = None
 
     @classmethod
     def of(cls, target: ModelRef) -> "Reads | None":
         """Of a target; None: it has no encoder.
 
         Raises:
-            RequestError: it hears sound, or doesn't say how its decoder begins.
+            RequestError: it doesn't say how its decoder begins.
         """
         configs = load_configs(target)
         family, _ = describe(configs.config, target)
         if not family.has_encoder:
             return None
         if family.config.mel_bins:
-            raise RequestError(
-                f"{target.spec}: {family.name} hears sound, and traces are of text; give a target "
-                "that reads text"
-            )
+            # Its positions are the decoder's; how long sounds may be the feature extractor says.
+            return cls(tuple(decoder_start(configs)), None, target.folder)
         return cls(tuple(decoder_start(configs)), context_of(configs.config, family))
 
 
@@ -531,8 +543,7 @@ def write_batch(
 def _sample(prompt: Prompt, sampled: bool, settings: TraceSettings) -> Sample:
     """A row to write; what will be held out is greedy, for replay holds for no searched text."""
     sample = Sample(list(prompt.ids), sampled, prompt.domain, prompt.source)
-    if settings.beams > 1 and not sampled:
-        content = np.array(prompt.source, np.int32)
+    if settings.beams > 1 and not sampled and (content := stored(prompt.source)) is not None:
         sample.beams = 1 if is_held_out(content, settings.validation_share) else settings.beams
     return sample
 
@@ -589,6 +600,8 @@ def write_traces(recipe: Recipe, target: ModelRef, folder: Path) -> None:
     for path in folder.glob("shard-*"):
         if path.name not in map(shard_name, numbers):
             path.unlink()
+    if (reads := Reads.of(target)) is not None and reads.listener is not None:
+        feature_extractor(reads.listener).save_pretrained(folder)
     write_index(
         folder,
         numbers,

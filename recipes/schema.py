@@ -31,7 +31,8 @@ class DataSettings:
         tuple[str, ...],
         Field(
             description="files of prompts, or files and folders of a corpus: .jsonl, .jsonl.zst, "
-            ".jsonl.gz, .parquet (unused by source: self)"
+            ".jsonl.gz, .parquet (unused by source: self). For a target that hears: files with "
+            "rows of `audio`, or folders of .wav and .flac, as prompts"
         ),
     ] = ()
     text_key: Annotated[str, Field(description="the field of a corpus row that holds its text")] = (
@@ -694,7 +695,7 @@ class ScoreSettings:
         str,
         Field(
             description="a file of prompts (JSONL or parquet), quick, or a set of the hub: mmlu, "
-            "gsm8k, hub:OWNER/NAME?prompt={field}"
+            "gsm8k, hub:OWNER/NAME?prompt={field}; or a folder of .wav and .flac"
         ),
     ] = "quick"
     limit: Annotated[PositiveInt | None, Field(description="use the first prompts only")] = None

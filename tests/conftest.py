@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from draftsmith.checkpoints.families import families
 
@@ -144,6 +146,26 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
             elif tensor.dim() == 1:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     return model.eval()
+
+
+RATE = 16_000
+
+
+def make_extractor() -> Any:
+    """What makes features of a second of sound at most, for the tiny model that hears."""
+    from transformers import WhisperFeatureExtractor
+
+    # Two frames for each of the encoder's positions.
+    hop = RATE // (2 * TINY_COUNTS["frames"])
+    return WhisperFeatureExtractor(
+        feature_size=TINY_COUNTS["mel_bins"], sampling_rate=RATE, hop_length=hop, chunk_length=1
+    )
+
+
+def sine(hertz: float, seconds: float = 1.0, rate: int = RATE) -> NDArray[Any]:
+    """A tone, [S]."""
+    wave: NDArray[Any] = 0.5 * np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate)
+    return wave
 
 
 def job_of(model: Any, target: Path) -> Any:

@@ -281,6 +281,13 @@ class Family:
         own = any("source_vocab" in dimensions for dimensions in self.tensors.values())
         return not own or any(getattr(config, flag) for flag in self.vocab_copies.values())
 
+    def says_unnamed(self, config: Any) -> bool:
+        """Whether a model says tokens for which its tokenizer may have no string.
+
+        Where the decoder has a vocabulary of its own, and times within a sound.
+        """
+        return self.config.mel_bins is not None or not self.one_vocabulary(config)
+
     def is_tied(self, config: Any) -> bool:
         """Whether the head is the embedding."""
         return bool(getattr(config, self.tied))

@@ -286,12 +286,12 @@ def test_traces_that_would_be_of_no_use_are_refused(
         score_drafter(folder, folder, ScoreSettings(**settings), traces=store)
 
 
-def test_traces_are_not_for_targets_with_an_encoder(
+def test_traces_of_a_decoder_are_not_for_targets_with_an_encoder(
     save: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = resolve(str(save(make_model("t5"), make_tokenizer(template=None))))
     store = store_of(tmp_path / "t", [row_of(make_model(), [5, 6, 7], False)])
-    with pytest.raises(RequestError, match="whose traces can't be replayed yet"):
+    with pytest.raises(RequestError, match=r"no encoder, .* has an encoder of text; give"):
         score_drafter(folder, folder, ScoreSettings(), traces=store)
 
 

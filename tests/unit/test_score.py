@@ -596,7 +596,7 @@ def test_a_source_longer_than_the_encoder_is_named(
 
 def test_a_target_that_hears_takes_no_text(save: Callable[..., Path], prompts: Path) -> None:
     folder = save(make_model("whisper"), make_tokenizer(template=None))
-    with pytest.raises(RequestError, match="hears sound, and prompts are text"):
+    with pytest.raises(RequestError, match=r":1: a text, and the target hears sound; give `audio`"):
         scored(folder, folder, prompts)
 
 
