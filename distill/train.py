@@ -21,6 +21,7 @@ from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, freeze_all_but, learns
 from draftsmith.distill.evaluation import Costs, evaluate
 from draftsmith.distill.head_loss import HeadLoss, LossHead
+from draftsmith.distill.hearing import hearing_once
 from draftsmith.distill.lessons import Lessons
 from draftsmith.distill.logs import LOGS, Logs
 from draftsmith.distill.lora import add_adapters, merge_adapters
@@ -142,7 +143,8 @@ def distill(
     costs = Costs.of(model, family, settings, target_layers)
     logs = Logs(state.parent / LOGS, engine.steps_done + 1, on=engine.ranks.is_main)
     model.train()
-    with Progress("distil", settings.steps, "steps", done=engine.steps_done) as progress:
+    progress = Progress("distil", settings.steps, "steps", done=engine.steps_done)
+    with hearing_once(model), progress:
         while engine.steps_done < settings.steps and not best.is_over(curve):
             micro, lr = lessons.of_step(engine.steps_done, engine.ranks), lr_of(engine)
             weight = engine.ranks.total(sum(batch.weight for batch in micro))

@@ -1,6 +1,7 @@
 """Learning which parts of the source to keep, so that the rest still speaks like the target."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, Ranks, TorchEngine, diverged, freeze_all_but
+from draftsmith.distill.hearing import hearing_once
 from draftsmith.distill.teacher import Teacher
 from draftsmith.distill.train import mean_over_step, recompute_activations
 from draftsmith.errors import DraftsmithError
@@ -172,11 +174,13 @@ def learn_masks(
     constraint = _constraint(goal, axes, source, settings, model.device)
     text = text or TraceText(rows, settings, seed)
     engine = _engine(objective.student, weights.values(), settings, state)
-    trajectory = _train(engine, masks, constraint, objective, text, settings, seed)
-    engine.finish()
-    recompute_activations(model, False)
-    model.eval()
-    return _choose(masks, goal, constraint, objective, text, settings, trajectory, track)
+    # Masks of the decoder's layers alone leave the encoder's states as they are.
+    with hearing_once(model) if set(axes) == {"layers"} else nullcontext():
+        trajectory = _train(engine, masks, constraint, objective, text, settings, seed)
+        engine.finish()
+        recompute_activations(model, False)
+        model.eval()
+        return _choose(masks, goal, constraint, objective, text, settings, trajectory, track)
 
 
 def _constraint(
