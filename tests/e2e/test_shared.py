@@ -7,22 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
+from scipy.signal import resample_poly
 
 from draftsmith.accept.cache import cached
 from draftsmith.accept.decode import Limits, greedy_decode, speculative_decode
 from draftsmith.accept.drafters import AutoregressiveDrafter
 from draftsmith.accept.replay import RoundCounts, greedy_matches, replay
 from draftsmith.checkpoints.formats import ModelRef, resolve
-from draftsmith.checkpoints.generation import decoder_start, never_first, stop_ids
+from draftsmith.checkpoints.generation import banned_ids, decoder_start, never_first, stop_ids
 from draftsmith.checkpoints.loading import describe, load_config, load_model, load_tokenizer
-from draftsmith.checkpoints.pair import own_vocabulary
+from draftsmith.checkpoints.pair import own_vocabulary, said_vocabulary
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import resolve_shape
 from draftsmith.checkpoints.slicing import Selection, compact_model, layers_of
 from draftsmith.checkpoints.streaming import compact_checkpoint
 from draftsmith.data.chat import read_prompts
 from draftsmith.data.corpus import corpus_files, read_texts
+from draftsmith.data.sound import read_sound
 from draftsmith.data.traces import TraceStore
 from draftsmith.prune.masks import applied, hard_masks
 from draftsmith.recipes.inspection import inspect
@@ -197,3 +200,35 @@ def test_whisper_is_drafted_for_by_two_of_its_decoder_layers(
     hook.remove()
     # Once for each text: its replay takes the same pass too.
     assert len(passes) == 2
+
+
+@pytest.mark.parametrize(
+    ("clip", "begin"),
+    [
+        ("beckett", " Ever tried, ever failed. No matter, try again. Fail again. Fail better."),
+        ("endgame_nagg_nell", ""),
+        ("two_cities", " It was the best of times"),
+    ],
+)
+def test_whisper_writes_what_transformers_makes_it_write(
+    clip: str, begin: str, shared: Path, whisper: ModelRef, tmp_path: Path
+) -> None:
+    """Every real clip, at the encoder's rate and no longer than it hears."""
+    samples, rate = soundfile.read(shared / "data" / "audio" / f"{clip}.wav")
+    heard = resample_poly(samples, 16_000, rate)[: 30 * 16_000]
+    soundfile.write(tmp_path / "clip.wav", heard, 16_000)
+    sound = read_sound(tmp_path / "clip.wav", whisper.folder)
+    model, tokenizer = load_model(whisper), load_tokenizer(whisper)
+    start, end = decoder_start(model), stop_ids(model)
+    family, shape = describe(model.config, whisper)
+    # Times are among what it says, though this tokenizer doesn't name them.
+    vocabulary = said_vocabulary(tokenizer, model.config, family, shape.vocab)
+    vocabulary = vocabulary.without(banned_ids(model))
+    limits = Limits(120, end, never_first=never_first(model))
+    ours = greedy_decode(cached(model), start, limits, vocabulary, sound).tokens
+    features = sound.features()[None]
+    theirs = model.generate(input_features=features, max_new_tokens=120)[0].tolist()
+    words = [t for t in theirs if t not in (*start, *end)]
+    assert ours == [*words, *end]
+    assert tokenizer.decode(words, skip_special_tokens=True).startswith(begin)
+    assert len(words) > 10
