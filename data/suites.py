@@ -350,8 +350,9 @@ def _read(
     try:
         if form is None:
             raise RequestError(
-                f"no prompt, text, messages or audio, and of no known format ({_fields_of(row)}); "
-                "name the field `prompt`, or for a set of the hub give prompt={field}"
+                "no prompt, text or messages, no audio, and of no known format "
+                f"({_fields_of(row)}); name the field `prompt`, or for a set of the hub give "
+                "prompt={field}"
             )
         return Row(
             place=place,
