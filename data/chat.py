@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from draftsmith.data.progress import say
-from draftsmith.data.sound import SUFFIXES, Sound, read_sound
+from draftsmith.data.sound import SUFFIXES, Sound, read_sound, sound_files
 from draftsmith.data.suites import READY, Row, file_rows, hub_rows, hub_set, named_sounds
 from draftsmith.errors import RequestError
 
@@ -135,10 +135,11 @@ def prompt_file(spec: str) -> Path:
     if hub_set(spec) is not None:
         raise RequestError(f"prompts {spec}: a data set of the hub is no file; give a file's path")
     path = suites().get(spec, Path(spec).expanduser())
-    if not path.exists():
+    if not path.is_file() and not sound_files(path):
         raise RequestError(
-            f"prompts {spec}: no such file, nor a shipped suite ({', '.join(suites())}), nor one "
-            f"that is read from the hub ({', '.join(READY)}, or hub:OWNER/NAME?option=value)"
+            f"prompts {spec}: no such file, nor a folder of sounds ({', '.join(SUFFIXES)}), nor a "
+            f"shipped suite ({', '.join(suites())}), nor one that is read from the hub "
+            f"({', '.join(READY)}, or hub:OWNER/NAME?option=value)"
         )
     return path
 
@@ -188,7 +189,7 @@ def read_prompts(
     if not used:
         raise RequestError(
             f"prompts {spec}: no row was left; "
-            + ("check split= and max_chars=" if hub else _nothing_in(prompt_file(spec)))
+            + ("check split= and max_chars=" if hub else "the file is empty")
         )
     if cut := sum(row.more_turns for row in used):
         say(f"note: prompts {spec}: {cut} of {len(used)} rows have further turns, left out")
@@ -200,11 +201,6 @@ def read_prompts(
         Prompt(row.name, tuple(start), row.domain, _encoded(row, tokenizer, encoder=True))
         for row in used
     ]
-
-
-def _nothing_in(path: Path) -> str:
-    """Why a file or folder gave no row."""
-    return f"no file in it ends in {', '.join(SUFFIXES)}" if path.is_dir() else "the file is empty"
 
 
 def _heard(row: Row, listener: Path) -> Sound:

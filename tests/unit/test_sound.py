@@ -125,7 +125,9 @@ def test_text_and_sound_are_not_mistaken_for_each_other(tmp_path: Path, listener
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path, listener: Path) -> None:
-    with pytest.raises(RequestError, match=r"no file in it ends in \.wav, \.flac"):
+    with pytest.raises(
+        RequestError, match=r"no such file, nor a folder of sounds \(\.wav, \.flac\)"
+    ):
         read_prompts(str(tmp_path), make_tokenizer(), start=(1,), listener=listener)
 
 
