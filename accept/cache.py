@@ -385,10 +385,15 @@ class CachedEncoderDecoder(CachedModel):
             return
         table = self.model.get_submodule(self.family.positions)
         places = positions_BT + getattr(table, "offset", 0)
-        # Places of padding may lie past the table; nothing sees them.
-        states = table.weight[places.clamp_max(len(table.weight) - 1)]
+
+        def looked_up(*_: Any, **__: Any) -> Tensor:
+            # Places of padding may lie past the table; nothing sees them. The weight is whole
+            # within the module's own pass alone, where it is cut into the parts of processes.
+            states: Tensor = table.weight[places.clamp_max(len(table.weight) - 1)]
+            return states
+
         # In place of its own lookup, which counts slots and may reach past the table.
-        table.forward = lambda *_, **__: states
+        table.forward = looked_up
         try:
             yield
         finally:

@@ -10,9 +10,11 @@ from draftsmith.accept.cache import cached
 from draftsmith.accept.drafters import BlockDrafter
 from draftsmith.accept.replay import RoundCounts, replay, replay_starts
 from draftsmith.checkpoints.blocks import Block
+from draftsmith.checkpoints.families import family_of
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.generation import stop_ids
 from draftsmith.checkpoints.pair import SharedVocabulary
+from draftsmith.checkpoints.shape import shape_of
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import collate
 from draftsmith.distill.head_loss import head_logits
@@ -123,8 +125,9 @@ def _block_replay(model: Any, settings: DistillSettings) -> Callable[[TraceRow],
     """For a drafter of blocks, which drafts wherever a round begins."""
     block = Block.of(model.config)
     assert block is not None
-    rows = len(model.get_output_embeddings().weight)
-    sayable = SharedVocabulary(rows).without([block.mask_id])
+    # By the config: a head that is cut into parts has no rows here.
+    shape = shape_of(model.config, family_of(model.config.model_type, "model"))
+    sayable = SharedVocabulary(shape.vocab).without([block.mask_id])
     drafter = BlockDrafter(cached(model), sayable, stop_ids(model), block.size, block.mask_id)
     lookaheads = sorted({1, settings.lookahead, block.size})
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from draftsmith.checkpoints.families import families
+from draftsmith.checkpoints.growing import start_block_drafting
 from draftsmith.checkpoints.shape import resolve_shape, shape_of
 from draftsmith.checkpoints.slicing import Selection
 from draftsmith.data.processes import is_main
@@ -19,20 +20,23 @@ from draftsmith.distill.deepspeed_engine import DeepSpeedEngine, start_processes
 from draftsmith.distill.teacher import Teacher
 from draftsmith.distill.train import distill
 from draftsmith.prune.train import learn_masks
-from draftsmith.recipes.schema import DistillSettings, PruneSettings
-from tests.conftest import make_model
+from draftsmith.recipes.schema import BlockSettings, DistillSettings, PruneSettings
+from tests.conftest import TINY_VOCAB, make_model
 from tests.e2e.test_seq2seq import row_of
 
-# Family, what learns, ZeRO stage.
+# Family, what learns (blocks: all of a drafter of blocks), ZeRO stage.
 CASES = (
     ("t5", "all", 1),
     ("t5", "decoder", 2),
     ("t5", "all", 3),
     ("marian", "all", 2),
     ("marian", "decoder", 3),
+    ("t5", "blocks", 2),
+    ("marian", "blocks", 3),
 )
 # These learn from a live target, what its layers read too; under ZeRO 3 that is cut into parts.
 LIVE = (("t5", "all", 3), ("marian", "decoder", 3))
+BLOCK = BlockSettings(size=3, prefixes=2)
 STEPS, SAVED, KILLED = 4, 2, 3
 
 
@@ -50,16 +54,21 @@ def rows(seed: int) -> list[TraceRow]:
     return [row_of(2 + i % 7, 1 + i % 5, seed=100 * seed + i) for i in range(12)]
 
 
-def distilled(family: str, train: Any, zero: Any, state: Path) -> dict[str, Any]:
+def distilled(family: str, train: str, zero: Any, state: Path) -> dict[str, Any]:
     """Train from the newest save; the learning curve and the weights."""
-    model, live = tiny(family), (family, train, zero) in LIVE
+    model, table, blocks = tiny(family), families()[family], train == "blocks"
+    live = (family, train, zero) in LIVE
+    if blocks:
+        model = start_block_drafting(model, table, BLOCK.size, range(TINY_VOCAB - 1))
     settings = DistillSettings(
         steps=STEPS,
         batch=2,
         accumulate=2,
         warmup=0,
         lr=1e-3,
-        train=train,
+        train="all" if blocks else train,  # type: ignore[arg-type]
+        block=BLOCK if blocks else None,
+        loss="sequence" if blocks else "forward_kl",
         zero=zero,
         evaluate_every=2,
         save_every=SAVED,
@@ -67,7 +76,7 @@ def distilled(family: str, train: Any, zero: Any, state: Path) -> dict[str, Any]
         hidden_matching=0.5 if live else 0.0,
         shard_teacher=live,
     )
-    table, teacher = families()[family], None
+    teacher = None
     if live:
         whole = Selection.of_layers(shape_of(model.config, table), range(4))
         target = make_model(family, seed=5, dropout=0.0, dropout_rate=0.0)
