@@ -112,6 +112,12 @@ def make_model(args: argparse.Namespace, tokenizer: Any) -> MarianMTModel:
     # Drawn so small for embeddings that are multiplied by the root of the width.
     config.init_std = args.width**-0.5
     model = MarianMTModel(config)
+    depth = {"encoder": args.encoder_layers, "decoder": args.decoder_layers}
+    for name, weight in model.named_parameters():
+        if name.endswith(("out_proj.weight", "fc2.weight")):
+            # What is added to the stream starts small, as in GPT-2: sums that are normalised after
+            # each addition otherwise learn nothing in the first thousands of steps.
+            weight.data.mul_((2 * depth[name.split(".")[1]]) ** -0.5)
     model.generation_config.bad_words_ids = [[pad]]
     model.generation_config.max_length = MOST_TOKENS
     return model
@@ -169,7 +175,7 @@ def train(
             per_device_train_batch_size=args.batch,
             learning_rate=args.lr,
             lr_scheduler_type="linear",
-            warmup_steps=args.steps // 6,
+            warmup_steps=args.steps // 10,
             label_smoothing_factor=0.1,
             train_sampling_strategy="group_by_length",
             adam_beta2=0.98,
@@ -222,8 +228,8 @@ def main() -> None:
     parser.add_argument("--decoder-layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--steps", type=int, default=1800)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--lr", type=float, default=7e-4)
     parser.add_argument("--minutes", type=float, default=60.0, help="stop then, wherever it is")
     parser.add_argument("--seed", type=int, default=0)
