@@ -24,6 +24,7 @@ from draftsmith.checkpoints.loading import describe, load_config
 from draftsmith.checkpoints.shape import Shape
 from draftsmith.data.chat import read_prompts
 from draftsmith.data.corpus import read_texts
+from draftsmith.data.sound import Sound, feature_extractor
 from draftsmith.data.traces import TraceRow, TraceStore, id_dtype
 from draftsmith.distill.estimate import (
     Counts,
@@ -34,6 +35,7 @@ from draftsmith.distill.estimate import (
     peak,
     teacher_of,
 )
+from draftsmith.distill.hearing import MOST_BYTES
 from draftsmith.distill.trace import Prompts, Reads
 from draftsmith.errors import RequestError
 from draftsmith.recipes.fits import (
@@ -230,7 +232,10 @@ def plan(run: Run, processes: int | None = None, measure: bool = True) -> Plan:
         planned = replace(planned, changes=that_fit(case.changes(*own)))
     taken = None
     if measure and planned.chosen.fits and _is_measured(settings):
-        some = rows or synthetic_rows(settings, text, shape.vocab, run.recipe.trace.top_n)
+        reads = Reads.of(run.target)
+        listener = None if reads is None else reads.listener
+        top_n = run.recipe.trace.top_n
+        some = rows or synthetic_rows(settings, text, shape.vocab, top_n, listener)
         taken = measure_time(run, config, family, some, processes)
     warnings = (*_not_here(run, processes), *_warnings(planned, measure))
     return replace(planned, time=taken, warnings=warnings)
@@ -365,6 +370,8 @@ def text_of(
         folder = run.folder("traces")
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         useful = sum(n > 0 for n in used)
+        frames = frames_heard(run)
+        longest_read = max(0 if row.source is None else len(row.source) for row in rows)
         return Text(
             True,
             useful,
@@ -373,7 +380,7 @@ def text_of(
             answers,
             asked,
             _TWICE * size,
-            max(0 if row.source is None else len(row.source) for row in rows),
+            frames or longest_read,
         )
     reads = Reads.of(run.target)
     # With the chat template around it, and real prompts as long as they are.
@@ -387,16 +394,28 @@ def text_of(
     kept = round(trace.tokens * (1 - trace.validation_share))
     count = max(1, kept // trace.max_new_tokens)
     each = trace.top_n * (np.dtype(id_dtype(vocab)).itemsize + 2) + 8
-    size = trace.tokens * each + 4 * (prompt + source) * (trace.tokens // trace.max_new_tokens)
+    read = 4 * (prompt + source)
+    if reads is not None and reads.listener is not None:
+        read = 2 * feature_extractor(reads.listener).n_samples
+    size = trace.tokens * each + read * (trace.tokens // trace.max_new_tokens)
     return Text(False, count, longest, float(mean), count * mean, asked, _TWICE * size, source)
 
 
+def frames_heard(run: Run) -> int | None:
+    """Positions of the target's encoder for any sound; None: it reads text, or there is none."""
+    config = load_config(run.target)
+    family, _ = describe(config, run.target)
+    return int(getattr(config, family.config.frames)) if family.config.mel_bins else None
+
+
 def longest_source(run: Run, reads: Reads, otherwise: int) -> int:
-    """Tokens of the longest source that the encoder reads.
+    """Tokens of the longest source that the encoder reads, or its frames where it hears.
 
     Of the data, where these are here and small; else as many as the encoder holds, or `otherwise`
     where it holds any number.
     """
+    if (frames := frames_heard(run)) is not None:
+        return frames
     most = reads.most or otherwise
     data = run.recipe.data
     try:
@@ -450,10 +469,17 @@ class _Case:
             processes,
             chosen,
             memory,
-            self.text.memory,
+            self.text.memory + self._kept(settings),
             self.device.share(processes),
             self.device.kind == "cpu",
         )
+
+    def _kept(self, settings: DistillSettings) -> int:
+        """Bytes of the states of sounds that an encoder which doesn't learn keeps."""
+        if settings.train != "decoder" or frames_heard(self.run) is None:
+            return 0
+        hidden = getattr(self.config, self.family.config.hidden)
+        return min(MOST_BYTES, 4 * hidden * self.text.longest_source * self.text.rows)
 
     def work(self, settings: DistillSettings, processes: int) -> Work:
         """What a process does: every row of a batch as long as the longest."""
@@ -591,11 +617,26 @@ def _seconds(work: Any, update: Any) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-def synthetic_rows(settings: DistillSettings, text: Text, vocab: int, top_n: int) -> list[TraceRow]:
-    """Random rows of the expected length, enough for every measured step."""
+def synthetic_rows(
+    settings: DistillSettings, text: Text, vocab: int, top_n: int, listener: Path | None = None
+) -> list[TraceRow]:
+    """Random rows of the expected length, enough for every measured step.
+
+    Args:
+        settings: the recipe's `distill`.
+        text: what is expected.
+        vocab: ids of the drafter.
+        top_n: log-probabilities of each token.
+        listener: of a target that hears, as of `Sound`.
+    """
     rng = np.random.default_rng(0)
     answers = min(text.longest - 1, max(1, round(text.mean_answer)))
-    sources = text.longest_source
+
+    def source() -> Any:
+        if listener is not None:
+            return Sound(rng.integers(-99, 99, size=16_000).astype(np.int16), listener)
+        length = text.longest_source
+        return rng.integers(vocab, size=length).astype(np.int32) if length else None
 
     def row() -> TraceRow:
         return TraceRow(
@@ -605,7 +646,7 @@ def synthetic_rows(settings: DistillSettings, text: Text, vocab: int, top_n: int
             logprobs=np.zeros(answers, np.float32),
             top_ids=rng.integers(vocab, size=(answers, top_n)).astype(id_dtype(vocab)),
             top_logprobs=np.full((answers, top_n), -5.0, np.float16),
-            source=rng.integers(vocab, size=sources).astype(np.int32) if sources else None,
+            source=source(),
         )
 
     return [row() for _ in range(settings.batch * 2)]

@@ -29,6 +29,7 @@ from draftsmith.distill.trace import write_traces
 from draftsmith.distill.train import distill
 from draftsmith.errors import RequestError
 from draftsmith.recipes.loading import load
+from draftsmith.recipes.planning import plan
 from draftsmith.recipes.run import STAGES, Run, check, run_stages
 from draftsmith.recipes.schema import (
     DataSettings,
@@ -118,6 +119,22 @@ def test_the_whole_road(recipe: Path, tmp_path: Path, target: Any) -> None:
     # What was recorded anew under its name is traced and scored anew.
     soundfile.write(tmp_path / "tones/3.wav", sine(77), RATE)
     assert run_stages(run, ("trace",))
+
+
+def test_the_plan_counts_frames(recipe: Path, tmp_path: Path, target: Any) -> None:
+    """Of sounds an encoder has as many positions as of any, before there are traces and after."""
+    frames = target.config.max_source_positions
+    run = Run(load(str(recipe)), tmp_path / "out")
+    before = plan(run)
+    assert before.text.longest_source == frames
+    run_stages(run, ("trace",))
+    after = plan(Run(load(str(recipe)), tmp_path / "out"))
+    assert after.text.measured
+    assert after.text.longest_source == frames
+    kept = 4 * target.config.d_model * frames * after.text.rows
+    assert after.chosen.traces == after.text.memory + kept
+    learns = plan(Run(load(str(recipe), ["distill.train=all"]), tmp_path / "out"), measure=False)
+    assert learns.chosen.traces == learns.text.memory
 
 
 def test_traces_are_what_the_target_says(recipe: Path, tmp_path: Path, target: Any) -> None:
