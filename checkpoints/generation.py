@@ -77,6 +77,13 @@ def stop_ids(model: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
+def special_ids(model: Any) -> frozenset[int]:
+    """The ids by which a model's texts begin, end and are padded, whatever its tokenizer names."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    configs = (model.generation_config, model.config)
+    return frozenset().union(*(_ids(config, name) for config in configs for name in names))
+
+
 def cache_argument(model: Any) -> str:
     """Under which name a model takes its key/value cache: `cache` from transformers 5.24 on."""
     parameters = inspect.signature(type(model).forward).parameters

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.checkpoints.blocks import Block
 from draftsmith.checkpoints.families.base import Family, template_of
+from draftsmith.checkpoints.generation import special_ids
 from draftsmith.checkpoints.heads import shares_head, untie_head
 from draftsmith.checkpoints.slicing import load_tensors, own_tensors
 from draftsmith.checkpoints.token_map import cut_tensors
@@ -56,7 +57,7 @@ def start_block_drafting(model: Any, family: Family, size: int, tokens: Iterable
     """A model that is to propose blocks; its mask has yet to be learned.
 
     The mask is the first row of the vocabulary that stands for no token, or a new one behind all
-    others; it starts as the mean of the embeddings.
+    others; it starts as the mean of the tokens' embeddings.
 
     Args:
         model: a loaded model.
@@ -68,12 +69,13 @@ def start_block_drafting(model: Any, family: Family, size: int, tokens: Iterable
         The model itself, or one with a row more.
     """
     rows = len(model.get_output_embeddings().weight)
-    spare = sorted(set(range(rows)) - set(tokens))
+    written = sorted(set(range(rows)) & {*tokens, *special_ids(model)})
+    spare = sorted(set(range(rows)).difference(written))
     mask_id = spare[0] if spare else rows
     if not spare:
         model = _with_another_row(model, family)
     table = model.get_decoder().get_input_embeddings().weight
-    table.data[mask_id] = table.data[:mask_id].mean(0)
+    table.data[mask_id] = table.data[written].mean(0)
     model.config.block_drafting = asdict(Block(size, mask_id))
     return model
 

@@ -41,5 +41,8 @@ class BlockDrafting:
             names = ("decoder_input_ids", "decoder_attention_mask")
         inputs = dict(zip(names, (ids, mask), strict=True))
         output = self(**source, **inputs, use_cache=False)  # type: ignore[operator]
-        likeliest: torch.Tensor = output.logits[:, -size:].argmax(-1)
+        logits = output.logits[:, -size:].clone()
+        # A mask is no token, and never proposed.
+        logits[..., mask_id] = -torch.inf
+        likeliest: torch.Tensor = logits.argmax(-1)
         return likeliest

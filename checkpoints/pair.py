@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.checkpoints.blocks import Block
 from draftsmith.checkpoints.families.base import Family
 from draftsmith.checkpoints.formats import ModelRef
 from draftsmith.checkpoints.loading import describe, load_config, load_tokenizer
@@ -120,7 +121,10 @@ def check_pair(target: ModelRef, drafter: ModelRef) -> PairCheck:
     )
     if target_family.says_unnamed(target_config):
         # The tokenizers agree on what they name; what is written has ids beyond that.
-        _check_written(target, target_shape.vocab, drafter, drafter_rows)
+        block = Block.of(drafter_config)
+        # A mask behind all tokens is not written.
+        own = drafter_rows - (block is not None and block.mask_id == drafter_rows - 1)
+        _check_written(target, target_shape.vocab, drafter, own)
         shared = SharedVocabulary(target_shape.vocab)
     if token_map is not None:
         shared = _shared(set(token_map.target_ids) - set(shared.holes), shared.size)

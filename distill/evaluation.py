@@ -18,6 +18,7 @@ from draftsmith.checkpoints.shape import shape_of
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import collate
 from draftsmith.distill.head_loss import head_logits
+from draftsmith.distill.hearing import set_training
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.recipes.schema import DistillSettings
 
@@ -85,7 +86,7 @@ def evaluate(
         _block_replay(model, settings) if Block.of(model.config) else _replay(model, settings)
     )
     found = [replayed(row) for row in rows if _is_greedy(row, settings)]
-    model.train(was_training)
+    set_training(model, was_training)
     if not found:
         return {}
     totals = [

@@ -72,6 +72,16 @@ def hearing_once(model: Any, most_bytes: int = MOST_BYTES) -> Iterator[None]:
         del encoder.forward
 
 
+def set_training(model: Any, on: bool) -> None:
+    """Put a model into train or eval mode, but never an encoder that doesn't learn into the former.
+
+    It is to give the states that it will give when drafting, without dropout.
+    """
+    model.train(on)
+    if (encoder := _frozen_encoder(model)) is not None:
+        encoder.eval()
+
+
 def _frozen_encoder(model: Any) -> nn.Module | None:
     if not model.config.is_encoder_decoder:
         return None

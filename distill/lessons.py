@@ -61,7 +61,7 @@ class Lessons:
     def _batch(self, number: int, step: int) -> Batch:
         batch = self.stream[number].to(self.device)
         if self.blocks is not None:
-            return self.blocks.of(batch, number, step / self.settings.steps)
+            return self.blocks.of(batch, number, step / max(1, self.settings.steps - 1))
         if self.is_on_policy(step):
             return self.rounds.extend(batch)
         return self.rounds.weigh(batch) if self.rounds.decay < 1.0 else batch

@@ -21,7 +21,7 @@ from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, freeze_all_but, learns
 from draftsmith.distill.evaluation import Costs, evaluate
 from draftsmith.distill.head_loss import HeadLoss, LossHead
-from draftsmith.distill.hearing import hearing_once
+from draftsmith.distill.hearing import hearing_once, set_training
 from draftsmith.distill.lessons import Lessons
 from draftsmith.distill.logs import LOGS, Logs
 from draftsmith.distill.lora import add_adapters, merge_adapters
@@ -79,7 +79,7 @@ class Student(nn.Module):
         with autocast(self.model, self._dtype):
             hidden_AH = hidden_at_answers(self.model, batch)
             ids: Tensor = self.head(hidden_AH, None)
-        self.model.train(was_training)
+        set_training(self.model, was_training)
         return ids
 
 
@@ -142,7 +142,7 @@ def distill(
     lessons = Lessons(stream, rounds, settings, seed, model.device, teacher, blocks)
     costs = Costs.of(model, family, settings, target_layers)
     logs = Logs(state.parent / LOGS, engine.steps_done + 1, on=engine.ranks.is_main)
-    model.train()
+    set_training(model, True)
     progress = Progress("distil", settings.steps, "steps", done=engine.steps_done)
     with hearing_once(model), progress:
         while engine.steps_done < settings.steps and not best.is_over(curve):

@@ -17,7 +17,7 @@ from draftsmith.data.seeds import derived_seed
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.deepspeed_engine import make_engine
 from draftsmith.distill.engine import Engine, Ranks, TorchEngine, diverged, freeze_all_but
-from draftsmith.distill.hearing import hearing_once
+from draftsmith.distill.hearing import hearing_once, set_training
 from draftsmith.distill.teacher import Teacher
 from draftsmith.distill.train import mean_over_step, recompute_activations
 from draftsmith.errors import DraftsmithError
@@ -168,7 +168,7 @@ def learn_masks(
     weights = freeze_all_but(model, learning)
     recompute_activations(model, settings.checkpoint_activations)
     # Else activations are not computed again.
-    model.train(bool(learning) or settings.checkpoint_activations)
+    set_training(model, bool(learning) or settings.checkpoint_activations)
     objective = Objective.of(model, family, source, rows, settings, dtype, teacher)
     masks = LearnableMasks(axes, source, settings.init_log_alpha).to(model.device)
     constraint = _constraint(goal, axes, source, settings, model.device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.checkpoints import provenance
 from draftsmith.checkpoints.devices import compute_dtype, default_device
-from draftsmith.checkpoints.families.base import Family
+from draftsmith.checkpoints.families.base import Axis, Family
 from draftsmith.checkpoints.formats import ModelRef, resolve
 from draftsmith.checkpoints.layout import narrowest_window
 from draftsmith.checkpoints.loading import (
@@ -194,7 +194,9 @@ def check(run: Run) -> Shape:
         check_tokenizer_rows(
             run.tokenizer, tokenizer_rows(config, family, source.vocab), run.source.spec
         )
-        _check_places(run, context_of(config, family), context_of(target.config, target_family))
+        _check_places(
+            run, family, context_of(config, family), context_of(target.config, target_family)
+        )
     if run.recipe.data.source == "self":
         user_turn(run.tokenizer)
     if (beams := run.recipe.trace.beams) > 1 and not target_family.has_encoder:
@@ -240,12 +242,11 @@ def _check_encoder_decoder(run: Run, family: Family) -> None:
         )
 
 
-def _check_places(run: Run, own: int | None, target: int | None) -> None:
+def _check_places(run: Run, family: Family, own: int | None, target: int | None) -> None:
     """Refuse a source that can't learn all that its target reads and writes.
 
     Decoders alone have no table of places that could end.
     """
-    family, _ = describe(load_config(run.source), run.source)
     if family.has_encoder and own is not None and (target is None or own < target):
         raise RequestError(
             f"recipe.source: {run.source.spec} tells {own} positions apart and {run.target.spec} "
@@ -270,11 +271,17 @@ def _check_encoder(run: Run, family: Family, source: Shape, shape: Shape) -> Non
             f"{place}: {times}: with distill.train: decoder the encoder is the target's, which has "
             "each layer once; set distill.train: all, or leave it out"
         )
-    for axis in ("encoder_layers", "encoder_heads", "encoder_ffn", "hidden"):
-        if (kept := getattr(shape, axis)) != getattr(source, axis):
+    asked = run.recipe.prune.shape
+    encoders: tuple[Axis, ...] = ("encoder_layers", "encoder_heads", "encoder_ffn", "hidden")
+    for axis in encoders:
+        if getattr(shape, axis) != getattr(source, axis):
+            # Some families have one width for both stacks.
+            names = (axis, *family.tied_with(axis), "heads")
+            key = next((n for n in names if getattr(asked, n, None) is not None), axis)
             raise RequestError(
-                f"recipe.prune.shape.{axis}: {kept}: with distill.train: decoder an encoder that "
-                "was cut would never learn; set distill.train: all, or leave it out"
+                f"recipe.prune.shape.{key}: {getattr(asked, key, None)}: it cuts the encoder too, "
+                "which would never learn with distill.train: decoder; set distill.train: all, or "
+                "leave it out"
             )
 
 
@@ -676,10 +683,10 @@ def _distill(run: Run, folder: Path) -> None:
 
 
 def written_ids(run: Run) -> set[int]:
-    """The ids that the target's decoder has a string for, or all where they are its own."""
+    """The ids that the target's decoder may write: those with a string, or all."""
     config = load_config(run.target)
     family, shape = describe(config, run.target)
-    if not family.one_vocabulary(config):
+    if family.says_unnamed(config):
         return set(range(shape.vocab))
     return set(run.tokenizer.get_vocab().values())
 

@@ -661,8 +661,21 @@ class DistillSettings:
         return self
 
     @model_validator(mode="after")
+    def _sequences_are_cross_entropy(self) -> "DistillSettings":
+        taken = {"temperature": 1.0, "cross_entropy": 0.0}
+        other = [name for name, value in taken.items() if getattr(self, name) != value]
+        if self.loss == "sequence" and other:
+            raise ValueError(
+                f"{other[0]} {getattr(self, other[0])}: loss sequence is cross-entropy already, at "
+                f"temperature 1; leave {other[0]} out, or set another loss"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _blocks_have_no_rounds(self) -> "DistillSettings":
-        taken = {"on_policy": 0.0, "hidden_matching": 0.0, "position_decay": 1.0, "lora_rank": 0}
+        # A live target reads texts, and no masks.
+        taken = {"teacher": "traces", "on_policy": 0.0, "hidden_matching": 0.0}
+        taken |= {"position_decay": 1.0, "lora_rank": 0}
         other = [name for name, value in taken.items() if getattr(self, name) != value]
         if self.block is not None and (other or self.train != "all"):
             name = other[0] if other else "train"

@@ -97,6 +97,7 @@ VARIANTS = {
     ),
     "k-12": Variant("8+2, k 12", _SPEC, (12,), ("distill.block.size=12",)),
 }
+_MINUTES = "minutes.json"
 # Steps of each with `--quick`, and trace tokens.
 _QUICK = ("trace.tokens=4000", "prune.steps=10", "prune.warmup=4", "prune.exchange=0")
 _QUICK_DISTILL = ("distill.steps=20", "distill.warmup=5", "distill.evaluate_every=20")
@@ -122,7 +123,9 @@ def make(name: str, args: argparse.Namespace) -> Path:
     own = run_of(variant, args, name)
     share_traces(own, args.out)
     run_stages(own, ("trace",))
-    before = minutes_of(folder)
+    begun = folder / "begun"
+    whole = not begun.exists()
+    begun.touch()
     start = time.monotonic()
     if variant.recipe:
         run_stages(own, ("prune", "distill"))
@@ -132,8 +135,8 @@ def make(name: str, args: argparse.Namespace) -> Path:
         steps = args.steps or (20 if args.quick else 600)
         given += ["--steps", str(steps), "--max-length", "128"]
         subprocess.run([sys.executable, str(script), str(folder), *given], check=True)
-    if before is None:
-        write_json(folder / "minutes.json", (time.monotonic() - start) / 60)
+    if not (folder / _MINUTES).exists():
+        write_json(folder / _MINUTES, (time.monotonic() - start) / 60 if whole else None)
     return drafter
 
 
@@ -153,8 +156,9 @@ def share_traces(own: Run, folder: Path) -> None:
 
 def minutes_of(folder: Path) -> float | None:
     """How long a drafter took to make; None: it has not been made in one go."""
-    path = folder / "minutes.json"
-    return float(json.loads(path.read_text())) if path.is_file() else None
+    path = folder / _MINUTES
+    found: float | None = json.loads(path.read_text()) if path.is_file() else None
+    return found
 
 
 def ways_of(

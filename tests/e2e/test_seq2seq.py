@@ -113,7 +113,7 @@ def test_the_whole_road_of_a_drafter_of_blocks(recipe: Path, tmp_path: Path, tar
     ("keys", "message"),
     [
         (["prune.encoder_repeat=2"], "prune.encoder_repeat: 2: with distill.train: decoder"),
-        (["prune.shape.encoder_layers=2"], "shape.encoder_layers: 2: with distill.train: decoder"),
+        (["prune.shape.encoder_layers=2"], "shape.encoder_layers: 2: it cuts the encoder too"),
         (["distill.train=all", "distill.block={size: 3}", "score.lookahead=[4]"], "blocks have 3"),
         (
             ["distill={train: all, block: {size: 3}, max_length: 64}", "export.to=[onnx]"],

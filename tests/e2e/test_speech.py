@@ -23,7 +23,7 @@ from draftsmith.data.sound import Sound
 from draftsmith.data.traces import RowKey, TraceRow, TraceStore, pack_rows, unpack_rows
 from draftsmith.distill import hearing
 from draftsmith.distill.batches import collate
-from draftsmith.distill.hearing import hearing_once
+from draftsmith.distill.hearing import hearing_once, set_training
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.distill.trace import write_traces
 from draftsmith.distill.train import distill
@@ -263,6 +263,18 @@ def test_a_frozen_encoder_hears_each_sound_once(
     assert sum(heard) == 6 * 2 + 2
     for own, other in zip(curve, again, strict=True):
         assert own == pytest.approx(other, rel=1e-4)
+
+
+def test_what_is_remembered_was_heard_without_dropout(target: Any, target_folder: Path) -> None:
+    model = make_model(target.config.model_type, dropout=0.5)
+    batch = collate([row_of(300, 4, target_folder)], 64)
+    expected = model.get_encoder()(input_features=batch.sources).last_hidden_state
+    model.requires_grad_(False)
+    set_training(model, True)
+    assert model.training
+    with hearing_once(model):
+        heard = model.get_encoder()(input_features=batch.sources).last_hidden_state
+    assert torch.allclose(heard, expected, atol=1e-5)
 
 
 def test_an_encoder_that_learns_hears_every_time(

@@ -1,5 +1,6 @@
 """Drafters of blocks: what they learn from, what they are saved as, and the deeper encoder."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.checkpoints.growing import repeat_encoder, start_block_drafting
 from draftsmith.checkpoints.loading import load_model
-from draftsmith.checkpoints.pair import SharedVocabulary
+from draftsmith.checkpoints.pair import SharedVocabulary, check_pair
 from draftsmith.checkpoints.saving import save_model
 from draftsmith.checkpoints.shape import shape_of
 from draftsmith.data.traces import TraceRow
@@ -277,10 +278,77 @@ def test_resumed_blocks_equal_ones_that_were_left_alone(
 def test_blocks_refuse_what_they_cannot_use() -> None:
     with pytest.raises(RequestError, match="block_drafting is"):
         Block.of(type("config", (), {"block_drafting": {"size": 0, "mask_id": 1}}))
-    for wrong in ({"on_policy": 0.5, "teacher": "live"}, {"train": "layers"}, {"lookahead": 9}):
+    for wrong in ({"teacher": "live"}, {"train": "layers"}, {"lookahead": 9}):
         with pytest.raises(ValueError, match="block"):
             DistillSettings(block=BlockSettings(size=SIZE), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="label_smoothing"):
         DistillSettings(label_smoothing=0.1)
-    with pytest.raises(ValueError, match="teacher live"):
-        DistillSettings(loss="sequence", teacher="live")
+    for name, value in {"teacher": "live", "temperature": 2.0, "cross_entropy": 0.5}.items():
+        with pytest.raises(ValueError, match=f"{name} {value}: loss|{name} {value}"):
+            DistillSettings(loss="sequence", **{name: value})  # type: ignore[arg-type]
+
+
+def test_glancing_ends_where_it_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, seen = Blocks.of, []
+
+    def watched(self: Blocks, batch: Batch, number: int, progress: float) -> Batch:
+        seen.append(progress)
+        return of(self, batch, number, progress)
+
+    monkeypatch.setattr(Blocks, "of", watched)
+    learn(drafter_of_blocks("marian")[0], tmp_path / "state")
+    assert (seen[0], seen[-1]) == (0.0, 1.0)
+    assert seen == sorted(seen)
+
+
+def test_a_mask_is_no_token_that_a_model_needs() -> None:
+    """Not those that begin, end and pad its texts, and its embedding is theirs on the mean."""
+    model = make_model("marian", bos_token_id=3, pad_token_id=4, decoder_start_token_id=5)
+    table = model.get_decoder().get_input_embeddings().weight.detach().clone()
+    grown = start_block_drafting(model, families()["marian"], SIZE, range(7, TINY_VOCAB))
+    assert grown.config.block_drafting["mask_id"] == 0
+    new = grown.get_decoder().get_input_embeddings().weight[0]
+    assert torch.allclose(new, table[[2, 3, 4, 5, *range(7, TINY_VOCAB)]].mean(0), atol=1e-6)
+
+
+def test_a_mask_behind_a_vocabulary_of_its_own_is_still_a_pair(
+    tmp_path: Path, save: Callable[..., Path]
+) -> None:
+    model = make_model("marian", share_encoder_decoder_embeddings=False)
+    target = resolve(str(save(model)))
+    blocks = start_block_drafting(model, families()["marian"], SIZE, range(TINY_VOCAB))
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    save_model(blocks, target, folder)
+    pair = check_pair(target, resolve(str(folder)))
+    assert pair.shared.size == TINY_VOCAB
+    assert not pair.shared.has(TINY_VOCAB)
+
+
+def test_a_mask_is_never_proposed(tmp_path: Path, save: Callable[..., Path]) -> None:
+    """Not even where it is the likeliest by far."""
+    from transformers import AutoModel
+
+    model, block = drafter_of_blocks("marian")
+    model.final_logits_bias[0, block.mask_id] = 1e4
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    save_model(model, resolve(str(save(make_model("marian")))), folder)
+    theirs = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    found = theirs.propose(torch.tensor([[1]]), input_ids=torch.tensor([[3, 4]]))
+    assert block.mask_id not in found.tolist()[0]
+
+
+@pytest.mark.parametrize("train", ["decoder", "all"])
+def test_an_encoder_that_does_not_learn_is_as_in_drafting(train: Any, tmp_path: Path) -> None:
+    """Without dropout, after evaluations too."""
+    model, modes = make_model("marian", dropout=0.3), []
+    model.get_encoder().register_forward_pre_hook(lambda *_: modes.append(model.training))
+    encoder = model.get_encoder()
+    encoder.register_forward_pre_hook(lambda *_: modes.append(encoder.training))
+    rows = [replace(row, sampled=False) for row in rows_for("marian", 4)]
+    settings_ = replace(LEARN, block=None, train=train)
+    distill(model, families()["marian"], rows, rows, settings_, seed=1, state=tmp_path / "state")
+    whole, own = modes[::2], modes[1::2]
+    assert any(whole)
+    assert own == (whole if train == "all" else [False] * len(own))
