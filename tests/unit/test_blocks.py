@@ -1,5 +1,6 @@
 """Drafters of blocks: what they learn from, what they are saved as, and the deeper encoder."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -239,6 +240,15 @@ def learn(model: Any, state: Path, **changes: Any) -> list[dict[str, float]]:
     found = evaluate(model, rows, settings_, Costs(0.1))
     assert found["emitted_per_round"] == curve[-1]["emitted_per_round"]
     return curve
+
+
+def test_golden_losses(tmp_path: Path) -> None:
+    """Losses of a drafter of blocks: a change of what it learns from shows here."""
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "blocks.json").read_text())
+    model, _ = drafter_of_blocks("t5")
+    curve = learn(model, tmp_path / "state", evaluate_every=2)
+    assert [point["loss"] for point in curve] == pytest.approx(golden["loss"], rel=1e-3)
+    assert [point["tokens"] for point in curve] == golden["tokens"]
 
 
 def test_blocks_are_learned(tmp_path: Path) -> None:
