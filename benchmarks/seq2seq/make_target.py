@@ -12,6 +12,7 @@ A killed run goes on from its last checkpoint, a second run finds the finished m
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -252,6 +253,7 @@ def main() -> None:
         tokenizer.save_pretrained(finished)
         write_json(finished / "quality.json", {**bleu, **effort, "pairs": len(pairs)})
         publish(finished, out)
+        shutil.rmtree(work)
     report({"target": str(out), **json.loads((out / "quality.json").read_text())})
 
 
