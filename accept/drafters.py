@@ -25,11 +25,13 @@ class Drafter(Protocol):
             round began.
         deterministic: whether the same round always proposes the same; only then, or with
             `prefix_alone`, can rounds be replayed.
+        most: proposals that a round can have; None: any number.
     """
 
     context: int | None
     prefix_alone: bool
     deterministic: bool
+    most: int | None
 
     def reset(self, rows: int, seeds: Sequence[int], sources: Sequence[Source] = ()) -> None:
         """Forget the texts and start with so many empty ones.
@@ -79,6 +81,7 @@ class AutoregressiveDrafter:
         self.context: int | None = model.context
         self.prefix_alone = confidence == 0.0
         self.deterministic = self.warping.greedy
+        self.most: int | None = None
         self._generators: list[torch.Generator] = []
 
     def reset(self, rows: int, seeds: Sequence[int], sources: Sequence[Source] = ()) -> None:
@@ -176,6 +179,7 @@ class BlockDrafter:
             )
         self.model, self.vocabulary, self.stop_ids = model, vocabulary, stop_ids
         self.size, self.mask_id = size, mask_id
+        self.most: int | None = size
         # The masks need places too.
         self.context: int | None = None if model.context is None else model.context - size
 
@@ -219,6 +223,7 @@ class PromptLookup:
     """
 
     context: int | None = None
+    most: int | None = None
     # Where nothing is found nothing is proposed, so rounds differ in length.
     prefix_alone = False
     deterministic = True

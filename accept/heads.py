@@ -191,6 +191,7 @@ class HeadsDrafter:
         """
         self.target, self.heads = target, heads.to(target.device, target.model.dtype)
         self.vocabulary, self.stop_ids = vocabulary, stop_ids
+        self.most: int | None = heads.config.heads
 
     def alone(self) -> "HeadsDrafter":
         """The same where nobody verifies: it lets the target read the texts."""

@@ -81,6 +81,14 @@ class Request:
             "drafter": drafter if isinstance(drafter, str) else drafter.spec,
         }
 
+    @property
+    def most(self) -> int | None:
+        """Proposals that a round can have; None: any number."""
+        if isinstance(self.drafter, ModelRef):
+            block = Block.of(load_config(self.drafter))
+            return None if block is None else block.size
+        return HeadsConfig.read(local_path(self.drafter)).heads if is_heads(self.drafter) else None
+
     def load(self, settings: ScoreSettings, target_model: Any = None) -> Pair:
         """Load both.
 

@@ -94,6 +94,11 @@ def score_drafter(
     prompts = request.prompts(settings)
     if settings.samples:
         check_samples(len(prompts[: settings.decode_prompts]), verification, settings.samples)
+    if (can := request.most) is not None and (asked := max(settings.lookahead)) > can:
+        raise RequestError(
+            f"lookahead {asked}: {request.names['drafter']} proposes {can} tokens a round at most; "
+            "ask for no more"
+        )
     pair = request.load(settings, target_model)
     names = _names(request, pair.target, settings.prompts)
     return score_pair(pair, prompts, settings, verification, names=names, traces=texts)
@@ -255,7 +260,8 @@ def _replayed(
     if settings.mode == "decode":
         return range(0)
     if can_replay(drafter, verification):
-        return range(1, max(settings.replay_lookahead, *settings.lookahead) + 1)
+        most = max(settings.replay_lookahead, *settings.lookahead)
+        return range(1, min(most, drafter.most or most) + 1)
     why = f"what {verification.name} keeps of this drafter can't be computed from a finished text"
     if settings.mode == "replay" or asked:
         raise RequestError(f"replay: {why}; choose mode decode, without traces")

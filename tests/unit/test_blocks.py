@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from draftsmith.accept.cache import cached
 from draftsmith.accept.drafters import BlockDrafter
+from draftsmith.accept.score import score_drafter
 from draftsmith.checkpoints.blocks import MODULE, Block
 from draftsmith.checkpoints.families import families
 from draftsmith.checkpoints.formats import resolve
@@ -32,7 +33,7 @@ from draftsmith.distill.losses import Labels, sequence
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.distill.train import distill
 from draftsmith.errors import RequestError
-from draftsmith.recipes.schema import BlockSettings, DistillSettings
+from draftsmith.recipes.schema import BlockSettings, DistillSettings, ScoreSettings
 from tests.conftest import TINY_VOCAB, make_model, make_tokenizer
 from tests.unit.test_batches import trace_rows
 
@@ -362,3 +363,25 @@ def test_an_encoder_that_does_not_learn_is_as_in_drafting(train: Any, tmp_path: 
     whole, own = modes[::2], modes[1::2]
     assert any(whole)
     assert own == (whole if train == "all" else [False] * len(own))
+
+
+@pytest.fixture
+def saved_blocks(tmp_path: Path, save: Callable[..., Path]) -> tuple[Any, Any]:
+    """A target and a drafter of blocks for it, as references."""
+    target = resolve(str(save(make_model("marian"), name="target")))
+    model, _ = drafter_of_blocks("marian", seed=1)
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    save_model(model, target, folder)
+    return target, resolve(str(folder))
+
+
+def test_no_more_is_asked_than_a_block_has(saved_blocks: tuple[Any, Any], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "how many apples"}\n{"prompt": "she has nine"}\n')
+    asked = ScoreSettings(prompts=str(prompts), max_new_tokens=8, lookahead=(SIZE + 1,))
+    with pytest.raises(RequestError, match=f"lookahead {SIZE + 1}: .* proposes {SIZE} tokens"):
+        score_drafter(*saved_blocks, asked, seed=0)
+    score = score_drafter(*saved_blocks, replace(asked, lookahead=(SIZE,)), seed=0)
+    assert [row.lookahead for row in score.replay] == list(range(1, SIZE + 1))
+    assert score.lossless

@@ -562,7 +562,7 @@ def test_a_folder_of_heads_is_scored(
     score = score_drafter(resolve(str(target)), str(folder), asked)
     assert score.lossless is True
     assert score.drafter == str(folder)
-    assert [row.lookahead for row in score.replay] == [1, 2, 3, 4]
+    assert [row.lookahead for row in score.replay] == [1, 2, 3]
     for row in score.decode:
         assert row.t_draft_ms is not None
         assert row.t_draft_ms > 0
@@ -572,6 +572,8 @@ def test_a_folder_of_heads_is_scored(
             twin.accepted,
             twin.proposed,
         )
+    with pytest.raises(RequestError, match=r"lookahead 4: .* proposes 3 tokens a round at most"):
+        score_drafter(resolve(str(target)), str(folder), replace(asked, lookahead=(4,)))
     drawn = replace(asked, verify="sampling", temperature=1.0, batch=1)
     assert score_drafter(resolve(str(target)), str(folder), drawn).replay
 
