@@ -267,7 +267,7 @@ WRONG: list[tuple[str, str]] = [
     ("prune={shape: {hidden: 24}, axes: [kv_heads]}", "add hidden to it"),
     ("prune.stepz=3", "did you mean 'steps'?"),
     ("target=/nowhere/at/all", "no such folder or file"),
-    ("score.prompts=/nowhere.jsonl", "no such file, nor a shipped suite"),
+    ("score.prompts=/nowhere.jsonl", "no such file, nor a folder of sounds"),
     ("data={source: corpus, path: [/nowhere]}", "no such file or folder"),
 ]
 

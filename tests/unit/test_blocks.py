@@ -29,7 +29,6 @@ from draftsmith.distill.blocks import Blocks
 from draftsmith.distill.engine import TorchEngine
 from draftsmith.distill.evaluation import Costs, evaluate
 from draftsmith.distill.head_loss import Projection
-from draftsmith.distill.losses import Labels, sequence
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.distill.train import distill
 from draftsmith.errors import RequestError
@@ -140,28 +139,6 @@ def test_less_is_shown_as_training_goes_on() -> None:
     again = blocks.of(batch, 5, 0.5)
     assert torch.equal(again.ids, blocks.of(batch, 5, 0.5).ids)
     assert not torch.equal(blocks.of(batch, 6, 1.0).ids, blocks.of(batch, 5, 1.0).ids)
-
-
-@settings(max_examples=20, deadline=None)
-@given(smoothing=st.floats(0, 0.9), seed=st.integers(0, 9))
-def test_sequence_is_torchs_cross_entropy(smoothing: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(5, 11, generator=generator) * 3
-    labels = torch.randint(11, (5,), generator=generator)
-    loss, tokens = sequence(Labels(labels, smoothing).against(logits))
-    expected = torch.nn.functional.cross_entropy(
-        logits, labels, label_smoothing=smoothing, reduction="sum"
-    )
-    assert tokens == 5
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    # Over some columns only, a label that is not among them counts as nothing.
-    columns = torch.arange(0, 11, 2)
-    some, _ = sequence(Labels(labels).over(columns).against(logits[:, columns]))
-    known = labels % 2 == 0
-    expected = torch.nn.functional.cross_entropy(
-        logits[known][:, columns], labels[known] // 2, reduction="sum"
-    )
-    assert float(some) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from draftsmith.distill.losses import (
     LOSSES,
+    Labels,
     Pair,
     Signal,
     TargetLogits,
@@ -20,6 +21,7 @@ from draftsmith.distill.losses import (
     make_loss,
     places,
     reverse_kl,
+    sequence,
     skew_kl,
     skew_reverse_kl,
     total_variation,
@@ -29,7 +31,9 @@ from draftsmith.errors import RequestError
 P = torch.tensor([[0.5, 0.3, 0.2]])
 Q = torch.tensor([[0.2, 0.3, 0.5]])
 ALL = torch.tensor([[0, 1, 2]])
-DISTANCES = sorted(set(LOSSES) - {"cross_entropy"})
+# Of labels, at temperature 1.
+OF_LABELS = {"cross_entropy", "sequence"}
+DISTANCES = sorted(set(LOSSES) - OF_LABELS)
 
 
 def random_logits(seed: int, rows: int = 5, ids: int = 20, scale: float = 2.0) -> torch.Tensor:
@@ -71,7 +75,8 @@ HAND_COMPUTED = {
 
 
 def test_every_loss_is_computed_by_hand() -> None:
-    assert HAND_COMPUTED.keys() == LOSSES.keys()
+    # Labels alone are compared with torch's own cross-entropy, below.
+    assert HAND_COMPUTED.keys() | {"sequence"} == LOSSES.keys()
 
 
 @pytest.mark.parametrize("name", HAND_COMPUTED)
@@ -122,6 +127,28 @@ def test_cross_entropy_on_given_labels() -> None:
     assert float(total) == pytest.approx(float(expected))
 
 
+@settings(max_examples=20, deadline=None)
+@given(smoothing=st.floats(0, 0.9), seed=st.integers(0, 9))
+def test_sequence_is_torchs_cross_entropy(smoothing: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 11, generator=generator) * 3
+    labels = torch.randint(11, (5,), generator=generator)
+    loss, tokens = sequence(Labels(labels, smoothing).against(logits))
+    expected = torch.nn.functional.cross_entropy(
+        logits, labels, label_smoothing=smoothing, reduction="sum"
+    )
+    assert tokens == 5
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    # Over some columns only, a label that is not among them counts as nothing.
+    columns = torch.arange(0, 11, 2)
+    some, _ = sequence(Labels(labels).over(columns).against(logits[:, columns]))
+    known = labels % 2 == 0
+    expected = torch.nn.functional.cross_entropy(
+        logits[known][:, columns], labels[known] // 2, reduction="sum"
+    )
+    assert float(some) == pytest.approx(float(expected), rel=1e-5)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("name", DISTANCES)
 def test_zero_where_equal_and_positive_elsewhere(name: str, temperature: float) -> None:
@@ -139,7 +166,7 @@ def test_extreme_logits_give_finite_values_and_gradients(name: str, temperature:
     rows = [[60.0, -60.0, 0.0, -torch.inf, 1.0], [-60.0, 60.0, 60.0, -torch.inf, -torch.inf]]
     other = [[-60.0, 60.0, 0.0, -torch.inf, -torch.inf], [60.0, -60.0, 1.0, -torch.inf, 60.0]]
     top = torch.tensor([[0, 1, 3], [0, 2, 4]]), torch.tensor([[-60.0, -1e-3, -torch.inf]] * 2)
-    options = {} if name == "cross_entropy" else {"temperature": temperature}
+    options = {} if name in OF_LABELS else {"temperature": temperature}
     for signal in (TargetLogits(torch.tensor(other)), Traces(*top)):
         logits = torch.tensor(rows, requires_grad=True)
         total, _ = LOSSES[name](signal.against(logits), **options)

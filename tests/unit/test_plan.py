@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
+import zstandard
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -32,8 +34,16 @@ from draftsmith.recipes import planning
 from draftsmith.recipes.fits import Device
 from draftsmith.recipes.loading import load, shipped
 from draftsmith.recipes.planning import Plan, PlannedRun, plan
-from draftsmith.recipes.schema import DistillSettings
-from tests.conftest import CAUSAL, make_model, make_tokenizer, tiny_config
+from draftsmith.recipes.schema import DistillSettings, Recipe
+from tests.conftest import (
+    CAUSAL,
+    RATE,
+    make_extractor,
+    make_model,
+    make_tokenizer,
+    sine,
+    tiny_config,
+)
 
 SETTINGS = {
     "all": DistillSettings(),
@@ -571,9 +581,38 @@ _BART: dict[str, Any] = {
     "activation_dropout": 0.1,
     "tie_word_embeddings": True,
 }
+_EN_DE: dict[str, Any] = _MARIAN | {
+    "vocab_size": 8000,
+    "decoder_vocab_size": 8000,
+    "d_model": 256,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 1024,
+    "decoder_ffn_dim": 1024,
+    "max_position_embeddings": 256,
+    "activation_function": "relu",
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+    "eos_token_id": 1,
+}
+_WHISPER: dict[str, Any] = {
+    "model_type": "whisper",
+    "vocab_size": 51_864,
+    "d_model": 384,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+    "decoder_ffn_dim": 1536,
+}
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int] | None]] = {
     "Helsinki-NLP/opus-mt-en-de": (_MARIAN, None),
     "facebook/bart-base": (_BART, None),
+    "openai/whisper-tiny.en": (_WHISPER, None),
+    "~/.cache/draftsmith/en-de-4+4": (_EN_DE, None),
     "huggyllama/llama-65b": (_LLAMA, (80, 64, 22_016, 8192)),
     "huggyllama/llama-7b": (_LLAMA, (32, 32, 11_008, 4096)),
     "meta-llama/Llama-3.1-8B": (_LLAMA3, (32, 32, 14_336, 4096)),
@@ -611,13 +650,28 @@ def folder_of(model: str, tmp_path: Path) -> Path:
     return folder
 
 
+def bring_files(recipe: Recipe, target: Path) -> None:
+    """What a recipe says to bring: prompts of its own, and what a target hears through."""
+    prompts = Path(recipe.score.prompts)
+    if prompts.name == "en-de.test.jsonl.zst":
+        prompts.write_bytes(zstandard.compress(b'{"source": "nine", "target": "neun"}\n'))
+    if prompts.name == "speech.jsonl":
+        for file in (prompts, *map(Path, recipe.data.path)):
+            file.parent.mkdir()
+            file.write_text('{"audio": "tone.wav"}\n')
+            soundfile.write(file.with_name("tone.wav"), sine(440), RATE)
+        make_extractor().save_pretrained(target)
+
+
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_shipped_recipe_is_checked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe, file = load(name), tmp_path / "plan.json"
-    options = ["-s", f"target={folder_of(recipe.target, tmp_path)}", "-s", "export.to=[hf]"]
+    target = folder_of(recipe.target, tmp_path)
+    bring_files(recipe, target)
+    options = ["-s", f"target={target}", "-s", "export.to=[hf]"]
     if recipe.source is not None:
         options += ["-s", f"source={folder_of(recipe.source, tmp_path)}"]
     done = planned(name, "--check", *options, "--json", file)
