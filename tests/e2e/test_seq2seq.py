@@ -86,6 +86,8 @@ def test_the_whole_road(recipe: Path, tmp_path: Path, target: Any) -> None:
     assert curve[-1]["loss"] < curve[0]["loss"] or curve[-1]["emitted_per_round"] >= 1
 
 
+# The road is long: one family whose positions are relative, and one whose are a table.
+@pytest.mark.parametrize("target", ["marian", "t5"], indirect=True)
 def test_the_whole_road_of_a_drafter_of_blocks(recipe: Path, tmp_path: Path, target: Any) -> None:
     """A deep encoder of its own and a mask: exact, exported, and loadable with its own file."""
     from transformers import AutoModel
@@ -337,7 +339,17 @@ def test_importance_is_refused_where_it_does_not_look(recipe: Path, tmp_path: Pa
 ENCODER_SHAPE = "prune.shape={layers: 2, ffn: 32, encoder_layers: 2, encoder_ffn: 32}"
 
 
-@pytest.mark.parametrize("method", ["masks", "first", "last", "uniform", "random"])
+@pytest.mark.parametrize(
+    ("target", "method"),
+    [
+        *((family, "masks") for family in READS_TEXT),
+        ("bart", "first"),
+        ("t5", "last"),
+        ("marian", "uniform"),
+        ("t5", "random"),
+    ],
+    indirect=["target"],
+)
 def test_the_encoder_is_cut_too(
     method: str, recipe: Path, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

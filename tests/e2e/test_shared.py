@@ -154,7 +154,8 @@ def test_whisper_is_cut_from_its_file(whisper: ModelRef, tmp_path: Path) -> None
     found = inspect(str(out), str(whisper.folder))
     assert found["shape"]["layers"] == 2
     assert set(found["stored"]["values_by_type"]) == {"F16"}
-    assert found["pair"]["shared_tokens"] == found["tokenizer"]["tokens"]
+    # Times have no string in this tokenizer, and are said all the same.
+    assert found["pair"]["shared_tokens"] == found["shape"]["vocab"]
     assert (out / "preprocessor_config.json").is_file()
 
 

@@ -647,6 +647,7 @@ def test_the_script_trains_heads_on_a_runs_traces(
     assert not list(tmp_path.glob("heads-*"))
     assert ParallelHeads.load(out).heads[1][-1].weight.any()
     store = TraceStore(traces)
+    asked = replace(asked, lookahead=(2,))
     both = score_drafter(resolve(str(target)), str(out), asked, traces=store)
     assert both.replay
     with pytest.raises(RequestError, match="drafts with the target, which a replay of traces"):
