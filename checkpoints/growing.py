@@ -97,7 +97,6 @@ def _with_another_row(model: Any, family: Family) -> Any:
     if not shares_head(model, family):
         untie_head(wide, family)
     axes = cut_tensors(model, family)
-
     load_tensors(
         wide,
         (

@@ -653,21 +653,13 @@ class DistillSettings:
                 f"label_smoothing {self.label_smoothing}: {self.loss} learns from distributions, "
                 "which are no labels; set loss: sequence, or leave label_smoothing out"
             )
-        if self.loss == "sequence" and self.teacher == "live":
-            raise ValueError(
-                "teacher live: loss sequence learns the tokens that the target wrote, and nothing "
-                "else of it; set teacher: traces, or another loss"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sequences_are_cross_entropy(self) -> "DistillSettings":
-        taken = {"temperature": 1.0, "cross_entropy": 0.0}
+        taken = {"teacher": "traces", "temperature": 1.0, "cross_entropy": 0.0}
         other = [name for name, value in taken.items() if getattr(self, name) != value]
         if self.loss == "sequence" and other:
             raise ValueError(
-                f"{other[0]} {getattr(self, other[0])}: loss sequence is cross-entropy already, at "
-                f"temperature 1; leave {other[0]} out, or set another loss"
+                f"{other[0]} {getattr(self, other[0])}: loss sequence is the cross-entropy of the "
+                f"tokens that the target wrote, and nothing else of it; leave {other[0]} out, or "
+                "set another loss"
             )
         return self
 

@@ -2,7 +2,8 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,39 @@ def sine(hertz: float, seconds: float = 1.0, rate: int = RATE) -> NDArray[Any]:
     """A tone, [S]."""
     wave: NDArray[Any] = 0.5 * np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate)
     return wave
+
+
+@contextmanager
+def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, a training ends in the middle, before its next step, as by Ctrl-C."""
+    from draftsmith.distill.engine import TorchEngine
+
+    step = TorchEngine.step
+
+    def killed(engine: TorchEngine) -> float:
+        if engine.steps_done == steps:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@contextmanager
+def kept_by_autograd(model: Any) -> Iterator[dict[int, torch.Tensor]]:
+    """Within, what is saved for backward passes but the model's weights, by its storage."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
 
 
 def job_of(model: Any, target: Path) -> Any:

@@ -116,8 +116,8 @@ def make_model(args: argparse.Namespace, tokenizer: Any) -> MarianMTModel:
     depth = {"encoder": args.encoder_layers, "decoder": args.decoder_layers}
     for name, weight in model.named_parameters():
         if name.endswith(("out_proj.weight", "fc2.weight")):
-            # What is added to the stream starts small, as in GPT-2: sums that are normalised after
-            # each addition otherwise learn nothing in the first thousands of steps.
+            # What is added to the stream starts small, as in GPT-2: where each sum is normalised,
+            # blocks that start at full size are slow to learn anything.
             weight.data.mul_((2 * depth[name.split(".")[1]]) ** -0.5)
     model.generation_config.bad_words_ids = [[pad]]
     model.generation_config.max_length = MOST_TOKENS

@@ -26,14 +26,13 @@ from draftsmith.checkpoints.shape import shape_of
 from draftsmith.data.traces import TraceRow
 from draftsmith.distill.batches import Batch, collate
 from draftsmith.distill.blocks import Blocks
-from draftsmith.distill.engine import TorchEngine
 from draftsmith.distill.evaluation import Costs, evaluate
 from draftsmith.distill.head_loss import Projection
 from draftsmith.distill.states import hidden_at_answers
 from draftsmith.distill.train import distill
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import BlockSettings, DistillSettings, ScoreSettings
-from tests.conftest import TINY_VOCAB, make_model, make_tokenizer
+from tests.conftest import TINY_VOCAB, killed_after, make_model, make_tokenizer
 from tests.unit.test_batches import trace_rows
 
 SEQ2SEQ = sorted(n for n, f in families().items() if f.has_encoder and not f.config.mel_bins)
@@ -247,17 +246,8 @@ def test_resumed_blocks_equal_ones_that_were_left_alone(
 ) -> None:
     whole, resumed = (drafter_of_blocks(family)[0] for _ in range(2))
     curve = learn(whole, tmp_path / "whole")
-    step = TorchEngine.step
-
-    def killed(engine: TorchEngine) -> float:
-        if engine.steps_done == 8:
-            raise KeyboardInterrupt
-        return step(engine)
-
-    monkeypatch.setattr(TorchEngine, "step", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_after(8, monkeypatch):
         learn(drafter_of_blocks(family)[0], tmp_path / "killed")
-    monkeypatch.undo()
     assert learn(resumed, tmp_path / "killed") == curve
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name

@@ -38,7 +38,7 @@ from draftsmith.distill.batches import collate
 from draftsmith.distill.heads import HeadsStudent, ahead, train_heads
 from draftsmith.errors import RequestError
 from draftsmith.recipes.schema import DistillSettings, ScoreSettings
-from tests.conftest import TINY_VOCAB, make_model, make_tokenizer
+from tests.conftest import TINY_VOCAB, killed_after, make_model, make_tokenizer
 from tests.unit.test_decode import prompts
 from tests.unit.test_encoder_decoder import START, sources
 
@@ -447,23 +447,12 @@ def test_trained_heads_lose_less_and_are_accepted(family: str, loss: str, tmp_pa
 def test_a_killed_training_goes_on_with_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftsmith.distill.engine import TorchEngine
-
     model = make_model("t5")
     rows = rows_of(model, "t5", LENGTHS, 8, 0)
     asked: dict[str, Any] = {"steps": 9, "save_every": 3, "batch": 2, "accumulate": 2}
     whole, losses = learned(model, rows, tmp_path / "whole", **asked)
-    step = TorchEngine.step
-
-    def killed(engine: TorchEngine) -> float:
-        if engine.steps_done == 5:
-            raise KeyboardInterrupt
-        return step(engine)
-
-    monkeypatch.setattr(TorchEngine, "step", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_after(5, monkeypatch):
         learned(model, rows, tmp_path / "killed", **asked)
-    monkeypatch.undo()
     again, resumed = learned(model, rows, tmp_path / "killed", **asked)
     assert resumed == losses
     for name, tensor in whole.state_dict().items():

@@ -38,6 +38,7 @@ from draftsmith.recipes.schema import DistillSettings, Recipe
 from tests.conftest import (
     CAUSAL,
     RATE,
+    kept_by_autograd,
     make_extractor,
     make_model,
     make_tokenizer,
@@ -80,20 +81,12 @@ def test_counts_are_those_of_a_real_model(
 
 def bytes_kept(model: Any, layers: int, dtype: torch.dtype) -> int:
     """What autograd keeps of a padded batch of 3 x 20 tokens behind so many layers."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
     body, whole = model.base_model, model.base_model.layers
     body.layers, body.config.num_hidden_layers = whole[:layers], layers
     mask = torch.ones(3, 20, dtype=torch.long)
     mask[0, -5:] = 0
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+    with kept_by_autograd(model) as kept, autocast:
         output = body(input_ids=mask + 3, attention_mask=mask, use_cache=False)
     body.layers, body.config.num_hidden_layers = whole, len(whole)
     del output

@@ -30,7 +30,7 @@ from draftsmith.distill.train import trainable_parameters
 from draftsmith.prune.masks import LearnableMasks, applied
 from draftsmith.recipes.loading import load
 from draftsmith.recipes.schema import DistillSettings
-from tests.conftest import make_model, make_tokenizer, tiny_config
+from tests.conftest import kept_by_autograd, make_model, make_tokenizer, tiny_config
 from tests.unit.test_plan import config_of, folder_of
 
 READS_TEXT = sorted(
@@ -76,20 +76,12 @@ def shortened(model: Any, decoder: int, encoder: int) -> Iterator[None]:
 
 def bytes_kept(model: Any, dtype: torch.dtype) -> int:
     """What autograd keeps of a padded batch."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
     ids, sources = torch.full((ROWS, T), 5), torch.full((ROWS, S), 7)
     mask, source_mask = torch.ones_like(ids), torch.ones_like(sources)
     mask[0, -5:] = source_mask[1, -4:] = 0
     body = model.base_model
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+    with kept_by_autograd(model) as kept, autocast:
         encoded = body.get_encoder()(input_ids=sources, attention_mask=source_mask)
         output = body.get_decoder()(
             input_ids=ids,
