@@ -9,7 +9,7 @@ all of it, so it is stated after the conversion.
 import copy
 import importlib.util
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,18 +97,35 @@ def export(job: Job, folder: Path, settings: ExportSettings) -> Report:
     tokenizer = load_tokenizer(job.target)
     kind = _convert(job, tokenizer, path, settings.precision)
     questions = _questions(job, tokenizer)
-    answers = read_back(NAME, path, questions)
+    # Weights are judged apart from what this CPU's 8-bit products add to their rounding.
+    answers = read_back(NAME, path, questions, compute_type="float32")
+    tolerance = TOLERANCE[_TENSOR_TYPES[settings.precision]]
+    notes = (_NOTE,)
+    if settings.precision == "int8":
+        served = read_back(NAME, path, questions, compute_type="default")
+        notes += tuple(_coarse(served, answers, tolerance))
     if job.family.zero_start:
         answers = _with_padding(answers, job.model, questions)
-    tolerance = TOLERANCE[_TENSOR_TYPES[settings.precision]]
     parity = check_parity(answers, job.model, None, questions, tolerance, str(path))
     launch = _LAUNCH.get(kind, _LAUNCH_SOUND)
     return Report(
         (NAME,),
         launch.format(folder=NAME, kind=kind, lookahead=settings.lookahead),
         parity,
-        (_NOTE,),
+        notes,
     )
+
+
+def _coarse(served: Answers, exact: Answers, tolerance: float) -> Iterator[str]:
+    """Tells where this CPU can't be trusted with 8-bit products: without VNNI they overflow."""
+    if served.logits is None or exact.logits is None:
+        return
+    difference, scale = (served.logits - exact.logits).abs().max(), exact.logits.abs().max()
+    if not difference <= tolerance * scale:
+        yield (
+            f"8-bit products on this CPU change logits by {difference:.3g} (largest logit "
+            f"{scale:.3g}), as they do without VNNI; serve it here with compute_type='float32'"
+        )
 
 
 def _check_kind(candidate: Candidate) -> None:

@@ -52,8 +52,8 @@ def export(job: Job, folder: Path, settings: ExportSettings) -> Report:
     with new_folder(final) as path:
         build(job, path, settings.precision)
         questions = questions_for(job.config, job.family)
-        answers = read_back("onnx", path, questions)
         allowed = tolerance(settings.precision)
+        answers = read_back("onnx", path, questions, tolerance=allowed)
         parity = check_parity(answers, job.model, None, questions, allowed, str(final))
     return Report((_NAME,), _LAUNCH, parity)
 

@@ -119,8 +119,14 @@ def ask(runtime: str, task: str, **request: Any) -> dict[str, Any]:
         return found
 
 
-def read_back(runtime: str, path: Path, questions: Questions) -> Answers:
+def read_back(runtime: str, path: Path, questions: Questions, **options: Any) -> Answers:
     """Ask a runtime what an export says.
+
+    Args:
+        runtime: name of the runtime.
+        path: the export.
+        questions: what is asked.
+        options: what only this runtime's worker is told.
 
     Raises:
         RequestError: the runtime is not installed.
@@ -128,9 +134,8 @@ def read_back(runtime: str, path: Path, questions: Questions) -> Answers:
     """
     inputs = {name: value.tolist() for name, value in questions.inputs.items()}
     # Workers link and move files; a relative path would mean another one there.
-    found = ask(
-        runtime, "read", path=str(path.absolute()), **(asdict(questions) | {"inputs": inputs})
-    )
+    asked = asdict(questions) | {"inputs": inputs} | options
+    found = ask(runtime, "read", path=str(path.absolute()), **asked)
     logits = found.get("logits")
     return Answers(
         found["reader"],

@@ -11,6 +11,7 @@ import torch
 
 from draftsmith.checkpoints.export import ctranslate2, export_drafter
 from draftsmith.checkpoints.export.base import Report
+from draftsmith.checkpoints.export.parity import Answers
 from draftsmith.checkpoints.formats import resolve
 from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.recipes.schema import ExportSettings
@@ -153,6 +154,26 @@ def test_smaller_tensor_types(precision: str, save: Save, tmp_path: Path) -> Non
     assert report.parity.max_difference > 1e-4
     assert report.notes[0].startswith("it has no draft model")
     assert "max_length=4" in report.launch
+
+
+def test_a_cpu_whose_8_bit_products_overflow_is_told_of(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without VNNI; the weights are right nevertheless, and the export is kept."""
+    read_back = ctranslate2.read_back
+
+    def overflowing(*asked: Any, compute_type: str) -> Answers:
+        answers = read_back(*asked, compute_type=compute_type)
+        assert answers.logits is not None
+        wrong = answers.logits.roll(1, -1)
+        return replace(answers, logits=wrong) if compute_type == "default" else answers
+
+    monkeypatch.setattr(ctranslate2, "read_back", overflowing)
+    report = export(make_model(), save, tmp_path, precision="int8")
+    assert report.parity is not None
+    assert report.parity.top1_agreement is not None
+    assert report.parity.top1_agreement > 0.9
+    assert report.notes[1].startswith("8-bit products on this CPU change logits by ")
 
 
 def test_ids_without_a_string_keep_their_place(save: Save, tmp_path: Path) -> None:

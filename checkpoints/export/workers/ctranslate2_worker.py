@@ -13,12 +13,13 @@ VERSION = f"ctranslate2 {ctranslate2.__version__}"
 
 def read(path: str, questions: dict[str, Any]) -> dict[str, Any]:
     """What an export says; it splits no text, and of sound it gives the greedy text alone."""
-    kind = kind_of(Path(path))
+    kind, compute_type = kind_of(Path(path)), questions["compute_type"]
     if kind == "TransformerDecoder":
-        return _of_decoder(path, questions)
+        return _of_decoder(path, questions, compute_type)
     if kind == "Transformer":
-        return _of_translator(path, questions)
-    return _of_sound(getattr(ctranslate2.models, kind)(path), questions)
+        return _of_translator(path, questions, compute_type)
+    model = getattr(ctranslate2.models, kind)(path, compute_type=compute_type)
+    return _of_sound(model, questions)
 
 
 def kind_of(path: Path) -> str:
@@ -36,8 +37,9 @@ def _tokens(path: str, name: str) -> list[str]:
     return strings
 
 
-def _of_decoder(path: str, questions: dict[str, Any]) -> dict[str, Any]:
-    generator, strings = ctranslate2.Generator(path), _tokens(path, "vocabulary")
+def _of_decoder(path: str, questions: dict[str, Any], compute_type: str) -> dict[str, Any]:
+    generator = ctranslate2.Generator(path, compute_type=compute_type)
+    strings = _tokens(path, "vocabulary")
     logits = np.asarray(generator.forward_batch(questions["inputs"]["input_ids"]))[0]
     (result,) = generator.generate_batch(
         [[strings[i] for i in questions["prompt"]]],
@@ -48,9 +50,10 @@ def _of_decoder(path: str, questions: dict[str, Any]) -> dict[str, Any]:
     return {"logits": logits, "greedy": result.sequences_ids[0], "strings": None}
 
 
-def _of_translator(path: str, questions: dict[str, Any]) -> dict[str, Any]:
+def _of_translator(path: str, questions: dict[str, Any], compute_type: str) -> dict[str, Any]:
     """The decoder's first token is the model's own; what follows can be prescribed."""
-    translator, strings = ctranslate2.Translator(path), _tokens(path, "vocabulary")
+    translator = ctranslate2.Translator(path, compute_type=compute_type)
+    strings = _tokens(path, "vocabulary")
     source = [strings[i] for i in questions["inputs"]["input_ids"][0]]
     forced = [strings[i] for i in questions["inputs"]["decoder_input_ids"][0][1:]]
     prompt = [strings[i] for i in questions["prompt"][1:]]

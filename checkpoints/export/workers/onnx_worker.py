@@ -57,11 +57,13 @@ def read(path: str, questions: dict[str, Any]) -> dict[str, Any]:
         RuntimeError: it says something else when the text is read token by token.
     """
     decoder, ids = Decoder(path), questions["inputs"]["input_ids"][0]
+    # Packed weights: not every CPU multiplies one row with them as it does many.
+    allowed = max(_ROUNDING, questions["tolerance"])
     logits = decoder.read(ids)
     decoder.forget()
     stepped = np.concatenate([decoder.read([token]) for token in ids])
     difference, scale = np.abs(stepped - logits).max(), np.abs(logits).max()
-    if not difference <= _ROUNDING * scale:
+    if not difference <= allowed * scale:
         raise RuntimeError(
             f"onnxruntime: through the cache, logits differ by {difference:.3g} (largest logit "
             f"{scale:.3g})"
