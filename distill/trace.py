@@ -801,12 +801,56 @@ def _run_vllm(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> No
         longest_prompt=prompts.longest,
     )
     with closing(writer):
-        for number, keys in _batches(
-            writer, prompts, job, itertools.count(), done, progress.update
-        ):
-            done[number] = keys
-            if _enough(done, job):
-                return
+        _write_here(writer, prompts, job, done, progress)
+
+
+def _write_here(
+    writer: TextWriter,
+    prompts: Prompts,
+    job: Job,
+    done: dict[int, list[RowKey]],
+    progress: Progress,
+) -> None:
+    """Write in this process until the store has its tokens or prompts run out; fills `done`."""
+    for number, keys in _batches(writer, prompts, job, itertools.count(), done, progress.update):
+        done[number] = keys
+        if _enough(done, job):
+            return
+
+
+def _run_transformers(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> None:
+    """Write with transformers; a single worker on a CPU needs no process of its own.
+
+    On an accelerator it has one, which gives back all memory that it took.
+    """
+    if worker_count(job.trace) > 1 or default_device() != "cpu":
+        _run_workers(job, done, progress)
+        return
+    threads = torch.get_num_threads()
+    try:
+        _write_here(*_tools(job), job, done, progress)
+    except DraftsmithError:
+        raise
+    except Exception as error:  # as those of workers are told
+        raise DraftsmithError(_failed(job, f"{type(error).__name__}: {error}")) from error
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _tools(job: Job) -> tuple[Writer, Prompts]:
+    """What a worker writes with, and from.
+
+    One thread each: several small processes do better than threads that wait for each other.
+    """
+    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(job.target)
+    prompts = job.prompts(tokenizer)
+    dtype = compute_dtype(job.dtype, default_device())
+    return Writer(load_model(job.target, dtype=dtype), tokenizer), prompts
+
+
+def _failed(job: Job, problem: str) -> str:
+    return f"{job.target.spec}: a trace worker failed: {problem}"
 
 
 def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) -> None:
@@ -822,7 +866,7 @@ def _run_workers(job: Job, done: dict[int, list[RowKey]], progress: Progress) ->
                 continue
             number, keys, problem = team.finished.get()
             if problem:
-                raise DraftsmithError(f"{job.target.spec}: a trace worker failed: {problem}")
+                raise DraftsmithError(_failed(job, problem))
             done[number] = keys
             if _enough(done, job):
                 # What is in hand would be thrown away.
@@ -859,14 +903,8 @@ def _worker(
 
     try:
         quiet_transformers()
-        # One thread each: several small processes do better than threads that wait for each other.
-        torch.set_num_threads(1)
-        tokenizer = load_tokenizer(job.target)
-        prompts = job.prompts(tokenizer)
-        dtype = compute_dtype(job.dtype, default_device())
-        writer = Writer(load_model(job.target, dtype=dtype), tokenizer)
         numbers = itertools.count(worker, workers)
-        for number, keys in _batches(writer, prompts, job, numbers, done, count):
+        for number, keys in _batches(*_tools(job), job, numbers, done, count):
             finished.put((number, keys, ""))
             if stop.is_set():
                 return
@@ -879,6 +917,6 @@ def _worker(
 
 
 _ENGINES = {
-    "transformers": _Engine(check=lambda target: None, run=_run_workers),
+    "transformers": _Engine(check=lambda target: None, run=_run_transformers),
     "vllm": _Engine(check=check_vllm, run=_run_vllm),
 }

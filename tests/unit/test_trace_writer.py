@@ -180,14 +180,38 @@ def test_a_target_without_a_template_is_told_at_once(
         write_traces(recipe_for(target), resolve(str(target)), tmp_path)
 
 
-def test_a_failing_worker_is_one_error(save: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_failing_worker_is_one_error(
+    workers: int, save: Callable[..., Path], tmp_path: Path
+) -> None:
     """The weights hold NaN: the worker's error reaches the caller."""
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     target = save(model)
-    with pytest.raises(DraftsmithError, match="a trace worker failed"):
-        write_traces(recipe_for(target), resolve(str(target)), tmp_path)
+    where = "a trace worker failed: " if workers > 1 else "^"
+    with pytest.raises(DraftsmithError, match=where + r".*lm_head\.weight holds values"):
+        write_traces(recipe_for(target, trace={"workers": workers}), resolve(str(target)), tmp_path)
+
+
+def test_a_single_worker_leaves_the_process_as_it_was(
+    save: Callable[..., Path], tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs no process of its own; what goes wrong in it is told as of one that has."""
+    target, threads = save(tiny), torch.get_num_threads()
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        assert torch.get_num_threads() == 1
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(trace.Writer, "write", no_memory)
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(DraftsmithError, match="a trace worker failed: RuntimeError: can't all"):
+            write_traces(recipe_for(target), resolve(str(target)), tmp_path)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_store_refuses_a_shard_that_was_changed(
