@@ -1,7 +1,8 @@
 """Which drafter pays for an encoder–decoder? The ablations of Xia et al. 2022, scaled down.
 
     python benchmarks/seq2seq/drafters.py --train TRAIN.jsonl.zst --test TEST.jsonl.zst
-        [--target FOLDER] [--out runs/seq2seq] [--only ar-shallow spec …] [--sentences N] [--quick]
+        [--target FOLDER] [--out runs/seq2seq] [--only ar-shallow spec …] [-s KEY=VALUE]
+        [--sentences N] [--quick]
 
 Makes drafters for a target (make_target.py's, unless `--target` names another) from the same
 traces, each by a shipped recipe with the changes in `VARIANTS`, or as parallel heads on the
@@ -110,6 +111,7 @@ def run_of(variant: Variant, args: argparse.Namespace, name: str) -> Run:
         f"data.path=[{args.train}]",
         f"score.prompts={args.test}",
         *variant.changes,
+        *args.set,
         *((*_QUICK, *_QUICK_DISTILL) if args.quick else ()),
         *((f"distill.steps={args.steps}",) if args.steps else ()),
     ]
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/seq2seq"))
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=0, help="of training, instead of the recipes'")
+    parser.add_argument("-s", "--set", action="append", default=[], help="change all: KEY=VALUE")
     parser.add_argument("--sentences", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=127)
