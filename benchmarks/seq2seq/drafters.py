@@ -78,7 +78,7 @@ class Variant:
 _SPEC = "ende-spec-drafter"
 VARIANTS = {
     "ar-shallow": Variant("1 decoder layer, shared encoder", "ende-ar-shallow", (2, 4)),
-    "spec": Variant("Spec-Drafter 8+2, k 8", _SPEC, (8,)),
+    "spec": Variant("Spec-Drafter 8+2, k 8", _SPEC, (4, 8)),
     "heads": Variant("Blockwise: 7 heads on the target", "", (7,)),
     "balanced": Variant(
         "4+4 instead of 8+2", _SPEC, (8,), ("prune.shape.layers=4", "prune.encoder_repeat=1")
@@ -90,13 +90,7 @@ VARIANTS = {
         ("prune.shape={layers: 2, ffn: 512, encoder_ffn: 512}",),
     ),
     "shallower": Variant("8+1", _SPEC, (8,), ("prune.shape.layers=1",)),
-    "k-4": Variant(
-        "8+2, k 4",
-        _SPEC,
-        (4,),
-        ("distill.block.size=4", "distill.lookahead=4", "score.lookahead=[4]"),
-    ),
-    "k-12": Variant("8+2, k 12", _SPEC, (12,), ("distill.block.size=12",)),
+    "k-12": Variant("8+2, k 12", _SPEC, (4, 12), ("distill.block.size=12",)),
 }
 _MINUTES = "minutes.json"
 # Steps of each with `--quick`, and trace tokens.
@@ -134,7 +128,7 @@ def make(name: str, args: argparse.Namespace) -> Path:
     elif not drafter.exists():
         script = Path(__file__).with_name("train_heads.py")
         given = ["--out", str(drafter), "--heads", str(max(variant.lookaheads))]
-        steps = args.steps or (20 if args.quick else 600)
+        steps = args.steps or (20 if args.quick else 400)
         given += ["--steps", str(steps), "--max-length", "128"]
         subprocess.run([sys.executable, str(script), str(folder), *given], check=True)
     if not (folder / _MINUTES).exists():

@@ -233,12 +233,12 @@ def draw(found: Mapping[str, Mapping[str, Any]], file: Path) -> None:
                 continue
             speed = row["speed"]
             around = [[speed["median"] - speed["low"]], [speed["high"] - speed["median"]]]
-            panel.errorbar(speed["median"], row[key], xerr=around, fmt="o", capsize=3)
-            place = (speed["median"], row[key])
-            panel.annotate(name, place, xytext=(4, 5), textcoords="offset points", fontsize=9)
+            panel.errorbar(speed["median"], row[key], xerr=around, fmt="o", capsize=3, label=name)
         panel.axvline(1.0, color="0.8", zorder=0)
-        panel.margins(0.2)
+        panel.margins(0.1)
         panel.set(xlabel="sentences per second over plain greedy", ylabel=label)
+    # Points lie close together; names beside them would cover one another.
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=len(found))
     figure.savefig(file)
 
 
