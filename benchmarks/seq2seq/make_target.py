@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--decoder-layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--lr", type=float, default=7e-4)
     parser.add_argument("--minutes", type=float, default=60.0, help="stop then, wherever it is")

@@ -100,7 +100,7 @@ def export(job: Job, folder: Path, settings: ExportSettings) -> Report:
     # Weights are judged apart from what this CPU's 8-bit products add to their rounding.
     answers = read_back(NAME, path, questions, compute_type="float32")
     tolerance = TOLERANCE[_TENSOR_TYPES[settings.precision]]
-    notes = (_NOTE,)
+    notes: tuple[str, ...] = (_NOTE,)
     if settings.precision == "int8":
         served = read_back(NAME, path, questions, compute_type="default")
         notes += tuple(_coarse(served, answers, tolerance))
